@@ -44,9 +44,9 @@ def run():
       status = main(sys.argv)
   finally:
     alone = "paxlike.processes.multiprocess" not in sys.modules
-    if status == 130 or (status in (1, 2, 3, TEMPORARY) and not alone):
+    if _interrupted or (status in (1, 2, 3, TEMPORARY) and not alone):
       # `os._exit` skips JAX's shutdown, which would wait for the other processes (they exit by
-      # themselves), and does not free `_interrupted`.
+      # themselves), and does not free `_interrupted`. A run that Ctrl-C has stopped does wait.
       if sys.exc_info()[1] is not None:
         traceback.print_exc()
       sys.stdout.flush()

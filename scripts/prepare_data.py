@@ -4,8 +4,11 @@
     python scripts/prepare_data.py --fdl_config=Text126M --fdl.DATA_PATH=corpus.jsonl --to=FOLDER
     paxlike --fdl_config=Prepared126M --fdl.DATA_PATH=FOLDER --job_log_dir=RUN
 
-Flags but --to and --shards are those of paxlike: any experiment will do, and its knobs say how the
-data are tokenized, cut and packed. Its evaluation sets become splits of their own.
+Flags but --to, --shards and --teacher_top_k are those of paxlike: any experiment will do, and its
+knobs say how the data are tokenized, cut and packed. Its evaluation sets become splits too.
+
+With --teacher_top_k=K, each training token also gets the K most probable next tokens of TEACHER, a
+knob of experiments with the mixin Distillation, which then train on the rows without the teacher.
 """
 
 import os
@@ -25,6 +28,7 @@ from paxlike.data import prepared
 from paxlike.data.dataset import RowDataset
 from paxlike.errors import UserError
 from paxlike.telemetry import console
+from paxlike.training.taught_rows import TaughtRows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
   parser = console.Parser(os.path.basename(argv[0]), allow_abbrev=False)
   parser.add_argument("--to", required=True, type=console.path, help="the folder to make")
   parser.add_argument("--shards", type=int, default=8, help="files of a split (%(default)s)")
+  parser.add_argument(
+    "--teacher_top_k", type=int, metavar="K", help="how many predictions of TEACHER to add"
+  )
   try:
     own, others = parser.parse_known_args(argv[1:])
     if own.shards < 1:
@@ -49,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
       if not isinstance(rows, RowDataset):
         raise UserError(f"{name} of {options.fdl_config} has no rows that are found by number.")
       rows.check()
+    teacher = None
+    if own.teacher_top_k is not None:
+      splits["train"] = TaughtRows(trainer, top_k=own.teacher_top_k)
+      teacher = splits["train"].record
     total = sum(rows.num_rows(0) for rows in splits.values())
     with (
       new_folder.filling(pathlib.Path(own.to), flag="to") as folder,
@@ -59,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         splits,
         vocab_size=experiment.VOCAB_SIZE,
         num_shards=own.shards,
+        teacher=teacher,
         progress=bar.update,
       )
   except UserError as error:

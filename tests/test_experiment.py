@@ -25,6 +25,9 @@ from paxlike.training import optimizers
 CONDITIONS = {
   "BASE_": {"PARAMETRIZATION": "completep", "BASE_MODEL_DIMS": 64, "BASE_NUM_LAYERS": 2},
   "CLIP_": {"UPDATES_PER_STEP": 2},
+  "IMPORTANCE_CAP": {"ROLLOUTS_BEHIND": 1},
+  "GAE_": {"ADVANTAGES": "gae"},
+  "KL_IN": {"KL_BETA": 0.1},
   "EVAL_PROMPTS": {"EVAL_DATA_PATH": "x.jsonl"},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},

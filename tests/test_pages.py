@@ -17,6 +17,7 @@ from paxlike import registry
 from paxlike.cli import flag_types
 from paxlike.errors import UserError
 from paxlike.experiments import datasets
+from paxlike.experiments.distillation import OnPolicyDistillation
 from paxlike.launchers.job import Job, with_defaults
 from paxlike.launchers.main import TARGETS
 
@@ -24,7 +25,7 @@ every_page = pytest.mark.parametrize(
   "page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix()
 )
 EXPERIMENTS = {cls.__name__: cls for cls in registry.registered().values()}
-MIXINS = [getattr(datasets, name) for name in datasets.__all__]
+MIXINS = [getattr(datasets, name) for name in datasets.__all__] + [OnPolicyDistillation]
 KNOBS = {name for cls in (*EXPERIMENTS.values(), *MIXINS) for name in cls.knobs()}
 # Commands of shells and schedulers; what pages say of them is not ours to check.
 SHELL = {"apt", "cd", "done", "echo", "export", "for", "git", "mpirun", "python3", "seq", "srun"}

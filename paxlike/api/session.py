@@ -23,7 +23,8 @@ if TYPE_CHECKING:
   from paxlike.training.reinforcement.answers import Answer, Packed
 
 # (log_probabilities_BT, arrays) -> (loss, name -> [sum, weight]), in JAX. `arrays` are float32
-# [B, T] `weights`, `advantages` and `old_log_probabilities`.
+# [B, T] `weights`, `advantages` and `old_log_probabilities`; with a value head `values`; and of the
+# answers, if all have them, `returns` and, as `old_values`, `values`.
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
@@ -113,6 +114,8 @@ class Session:
     from paxlike.training.forward_backward import ForwardBackward
     from paxlike.training.reinforcement import preflight
 
+    if jax.process_count() > 1:
+      raise UserError("paxlike.Session is for one process: start only one.")
     trainer, sampling = self._trainer, Sampling(temperature=temperature)
     preflight.check_passes(trainer, sampling)
     path = opening.enter_context(run_folder.entered(folder))
@@ -130,11 +133,10 @@ class Session:
         f"the checkpoints in {path} are of a run, which a session would break: name another folder,"
         " and this one by CHECKPOINT_RESTORE_PATH."
       )
-    options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
+    self._options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
     self._programs = ForwardBackward(
-      trainer.definition, trainer.optimizer, sampling=sampling, **options
+      trainer.definition, trainer.optimizer, sampling=sampling, **self._options
     )
-    self._jit = functools.partial(jax.jit, **options)
     self._losses: dict[Any, Any] = {}
     self._sampling = sampling
     self._sampler: Any = None
@@ -230,19 +232,18 @@ class Session:
     Args:
       answers: Those to train on.
       loss: "cross_entropy"; "policy": the clipped policy gradient of the answers' `advantage`, with
-        the probability ratio to their `log_probabilities` (see `Grpo`); or a `Loss`.
+        the probability ratio to their `log_probabilities` (see `Grpo`); or a `Loss`. It gets the
+        `values` of a model with a value head, and can train them.
 
     Raises:
       UserError: There are no answers, or one is too long.
     """
+    from paxlike.training.reinforcement.answers import of_loss
+
     self._check(answers, trained=True)
     packed = self._packed(answers)
     sizes = [len(answer.tokens) for answer in answers]
-    parts = {
-      "weights": [1 / sum(sizes)] * len(answers),
-      "advantages": [answer.advantage for answer in answers],
-      "old_log_probabilities": [answer.log_probabilities for answer in answers],
-    }
+    parts = of_loss(answers, [1 / sum(sizes)] * len(answers))
     spread = {name: packed.spread(values) for name, values in parts.items()}
     put, count = self._trainer.placer.put, len(packed.batches)
     found = self._programs.gradients(
@@ -376,8 +377,7 @@ class Session:
 
   def _derivative(self, loss: Any) -> Any:
     """Returns the compiled loss with its derivative."""
-    import jax
-
+    from paxlike.training.forward_backward import differentiated
     from paxlike.training.objectives import Grpo
 
     named: dict[Any, Loss] = {"cross_entropy": _cross_entropy, "policy": Grpo().loss}
@@ -385,7 +385,7 @@ class Session:
       raise UserError(f"loss={loss!r}: expected cross_entropy, policy, or a function.")
     if loss not in self._losses:
       function: Any = named.get(loss, loss)
-      self._losses[loss] = self._jit(jax.value_and_grad(function, has_aux=True))
+      self._losses[loss] = differentiated(function, **self._options)
     return self._losses[loss]
 
 

@@ -246,7 +246,9 @@ class Checkpoint:
     return self._opened
 
   def _read_json(self, item: str, sums: Checksums | None) -> dict[str, Any]:
-    data = file_io.read_bytes(self._path / item / "metadata")
+    # Answers to train on may be part of `train_input`: see `training.reinforcement.pending`.
+    most = file_io.MAX_BYTES * (16 if item == "train_input" else 1)
+    data = file_io.read_bytes(self._path / item / "metadata", limit=most)
     if sums is not None:
       sums.verify_file(f"{item}/metadata", data)
     found = json.loads(data)

@@ -20,6 +20,8 @@ Flat = dict[str, Any]
 _OPTIONAL = ("extra.", "guard.")
 
 MTP = "mtp."  # Prefix of the weights for multi-token prediction.
+# Prefixes of the weights that only training uses: a model that is not trained may lack them.
+OF_TRAINING = (MTP, "value_head.")
 
 # Predicate: whether an array of a checkpoint, such as "params.norm.scale", may stay unread.
 Unread = Callable[[str], bool]
@@ -34,9 +36,10 @@ def anything(name: str) -> bool:
 def all_but_weights(name: str) -> bool:
   """An `Unread`: everything but weights, for a target that is a whole model.
 
-  A model that is not trained lacks the layers for multi-token prediction.
+  A model that is not trained lacks those of training.
   """
-  return not name.startswith("params.") or name.startswith(f"params.{MTP}")
+  part, _, weight = name.partition(".")
+  return part != "params" or weight.startswith(OF_TRAINING)
 
 
 def _by_layer(flat: Mapping[str, Any], layout: Layout) -> dict[tuple[str, int], tuple[Any, Any]]:

@@ -178,7 +178,11 @@ class Restore:
 
   def _may_stay_unread(self, name: str) -> bool:
     part, _, weight = name.partition(".")
-    return part != "params" or not self.matches(weight) or weight.startswith(layout_conversion.MTP)
+    return (
+      part != "params"
+      or not self.matches(weight)
+      or weight.startswith(layout_conversion.OF_TRAINING)
+    )
 
   def matches(self, name: str) -> bool:
     """Returns whether the patterns select a weight for restoring."""

@@ -208,9 +208,12 @@ def _errors_of_update(
 def first_state(trainer: Trainer, devices: jax.sharding.Mesh) -> Any:
   """Returns the initial state, with newly initialized weights."""
   state = train_state.create(trainer.definition, trainer.optimizer, devices, seed=trainer.seed)
-  if trainer.has_reference:
+  if (definition := trainer.reference) is not None:
+    weights = state.weights
+    if definition is not trainer.definition:  # A teacher.
+      weights = train_state.init_params(definition, devices, seed=trainer.seed)
     # Copies, because the step donates the state's arrays.
-    reference = jax.tree.map(jnp.copy, trainer.definition.prepare(state.weights))
+    reference = jax.tree.map(jnp.copy, definition.prepare(weights))
     state = dataclasses.replace(state, reference=reference)
   return state
 

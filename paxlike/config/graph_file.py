@@ -44,6 +44,7 @@ __all__ = [
   "names",
   "read",
   "read_data",
+  "read_model",
   "set_path",
   "values",
 ]
@@ -83,6 +84,25 @@ def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
       found = allowed_symbols.shortened(name) if name else type(graph).__name__
       raise UserError(f"the root is a {found}, not a Trainer.")
     return graph
+
+
+def read_model(path: epath.PathLike) -> Any:
+  """Returns the graph of the model in the graph of a run, which may use paxlike's symbols only.
+
+  The other parts of the graph, such as the data, are neither checked nor built.
+
+  Raises:
+    UserError: As in `load`.
+  """
+  text = _text(path)
+  with _named_in_errors(path):
+    saved = _parsed(text)
+    try:
+      node = saved["graph"]["arguments"]["model"]
+    except (KeyError, TypeError):
+      raise UserError("it is not the graph of a run: it has no model.") from None
+    allowed_symbols.check_all(_names(node))
+    return _root({"graph": node}, _Load(()))
 
 
 def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:

@@ -39,6 +39,7 @@ class ExportedRun:
     experiment: The run's experiment.
     matches: A match for every weight, without those of adapters.
     lacks_mtp: Whether layers for multi-token prediction are left out, which Hugging Face lacks.
+    has_values: Whether the run's model has a value head, which is left out.
     adapted: The matches of weights that have an adapter.
     adapter_of: Name of an adapted weight -> its adapter.
     adapters: The run's own checkpoint, which holds the adapters.
@@ -77,6 +78,7 @@ class ExportedRun:
     self.experiment = experiment = registry.load(
       path / "experiment.json", allow_modules=allow_modules
     )
+    self.has_values = getattr(experiment.model(), "value_head", None) is not None
     family = family_of(experiment)
     model, self.lacks_mtp = _exported(experiment, family)
     fiddlers.stack(model, scan=False)
@@ -224,9 +226,11 @@ class _ExportedTensors:
 def _exported(experiment: Experiment, family: Family) -> tuple[Any, bool]:
   """Returns the graph of an experiment's model, and whether its layers for MTP were removed.
 
-  They are, unless the family has a place for such layers.
+  They are, unless the family has a place for such layers. A value head is always removed.
   """
   model: Any = experiment.model()
+  if getattr(model, "value_head", None) is not None:
+    model.value_head = None
   experiment.adjust(model)
   mtp = getattr(model, "mtp", None)
   if mtp is None or (family.mtp and fdl.get_callable(mtp) is layers.SequentialMtp):

@@ -221,8 +221,11 @@ def _notes(
   if options.source != "paxlike" or options.adapter:
     return []
   lines = tokenizer_files.notes(options.to)
-  if cast("ExportedRun", source).lacks_mtp:
+  run = cast("ExportedRun", source)
+  if run.lacks_mtp:
     lines.append("layers for multi-token prediction are left out: Hugging Face's model has none")
+  if run.has_values:
+    lines.append("the value head is left out: only training uses it")
   return lines
 
 

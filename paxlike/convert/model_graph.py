@@ -13,7 +13,7 @@ _WITHOUT_EFFECT = frozenset(
     *("dot", "dtype", "kernel", "loss_chunks", "pipeline", "remat", "scan", "scheme", "time"),
     # Training only; initial weights are replaced by those of the checkpoint.
     *("balance_loss", "balanced_choices", "dropout", "init", "loss_weight", "z_loss"),
-    *("label_smoothing", "qk_clip"),
+    *("label_smoothing", "qk_clip", "value_head"),
   }
 )
 # Arguments of which only the presence matters: it adds a weight to the layer.

@@ -2,11 +2,12 @@
 """Tokenized sequences in ArrayRecord files, read with random access through Grain.
 
 A folder holds `<split>-00000-of-00008.array_record`, one sequence per record, and `prepared.json`,
-which lists the splits, their files, and the arrays and dtypes of a record.
+which lists the splits, their files, and the arrays of a record with their dtypes and further dims.
 """
 
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -22,6 +23,8 @@ from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.errors import UserError
 
 INFO = "prepared.json"
+# The most probable next tokens of a teacher, int32 [B, T, K], and their log-probabilities, float32.
+TOP_K = ("teacher_ids", "teacher_log_probabilities")
 _CHUNK = 256
 
 
@@ -100,19 +103,30 @@ class PreparedRows(RowDataset):
 
   def no_rows(self) -> Arrays:
     columns = self._info["columns"][self._split]
-    return {name: np.zeros((0, self.seq_len), dtype) for name, (_, dtype) in columns.items()}
+    return {
+      name: np.zeros((0, self.seq_len, *more), dtype) for name, (_, dtype, *more) in columns.items()
+    }
 
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
     first = epoch * self.num_rows(epoch)
     columns = self._info["columns"][self._split]
-    sizes = [self.seq_len * np.dtype(stored).itemsize for stored, _ in columns.values()]
+    sizes = [
+      self.seq_len * math.prod(more) * np.dtype(stored).itemsize
+      for stored, _, *more in columns.values()
+    ]
     records = b"".join(self._records[first + int(number)] for number in numbers)
     packed = np.frombuffer(records, np.uint8).reshape(len(numbers), sum(sizes))
     arrays, at = {}, 0
-    for (name, (stored, dtype)), size in zip(columns.items(), sizes, strict=True):
-      arrays[name] = packed[:, at : at + size].copy().view(stored).astype(dtype)
+    for (name, (stored, dtype, *more)), size in zip(columns.items(), sizes, strict=True):
+      array = packed[:, at : at + size].copy().view(stored).astype(dtype)
+      arrays[name] = array.reshape(len(numbers), self.seq_len, *more)
       at += size
     return arrays
+
+  @property
+  def teacher(self) -> Mapping[str, Any] | None:
+    """The record of the teacher whose predictions the sequences have; None: they have none."""
+    return self._info.get("teacher")
 
   @functools.cached_property
   def _info(self) -> dict[str, Any]:
@@ -152,6 +166,7 @@ def write(
   *,
   vocab_size: int,
   num_shards: int = 8,
+  teacher: Mapping[str, Any] | None = None,
   progress: Callable[[int], object] = lambda num_rows: None,
 ):
   """Writes the first epoch of each data set as one split, which `PreparedRows` reads.
@@ -161,6 +176,7 @@ def write(
     splits: Split -> data set; all of one `seq_len`.
     vocab_size: Exclusive upper bound of ids.
     num_shards: Files per split.
+    teacher: What to record of the teacher whose predictions the sequences have.
     progress: Called with the number of sequences just written.
 
   Raises:
@@ -174,6 +190,7 @@ def write(
     "vocab_size": vocab_size,
     "tokenizer": None if tokenizer is None else tokenizer.fingerprint(),
     "fingerprint": [rows.fingerprint() for rows in splits.values()],
+    "teacher": teacher,
     "columns": {},
     "splits": {},
     "files": {},
@@ -196,20 +213,23 @@ def write(
   (folder / INFO).write_text(json.dumps(info, indent=2) + "\n")
 
 
-def _columns(rows: RowDataset, vocab_size: int) -> dict[str, tuple[str, str]]:
-  """Returns array -> (dtype on disk, dtype in a batch)."""
+def _columns(rows: RowDataset, vocab_size: int) -> dict[str, tuple[Any, ...]]:
+  """Returns array -> (dtype on disk, dtype in a batch, further dims)."""
   ids = "uint16" if vocab_size <= 2**16 else "uint32"
   places = "uint16" if rows.seq_len < 2**16 else "uint32"
-  stored = {"weights": "uint8", "segments": places, "positions": places}
+  stored = {"weights": "uint8", "segments": places, "positions": places, TOP_K[1]: "float32"}
   arrays = rows.rows(0, np.array([0]))
-  return {name: (stored.get(name, ids), str(array.dtype)) for name, array in arrays.items()}
+  return {
+    name: (stored.get(name, ids), str(array.dtype), *array.shape[2:])
+    for name, array in arrays.items()
+  }
 
 
 def _write_shard(
   path: pathlib.Path,
   rows: RowDataset,
   numbers: range,
-  columns: Mapping[str, tuple[str, str]],
+  columns: Mapping[str, tuple[Any, ...]],
   progress: Callable[[int], object],
 ):
   from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
@@ -220,7 +240,7 @@ def _write_shard(
     for first in range(0, len(numbers), _CHUNK):
       chunk = np.array(numbers[first : first + _CHUNK])
       arrays = rows.rows(0, chunk)
-      stored = [arrays[name].astype(dtype) for name, (dtype, _) in columns.items()]
+      stored = [arrays[name].astype(dtype) for name, (dtype, *_) in columns.items()]
       for name, small in zip(columns, stored, strict=True):
         assert (small == arrays[name]).all(), f"{name} does not fit {small.dtype}"
       for row in range(len(chunk)):

@@ -66,7 +66,7 @@ class Sliced(Dataset):
   def _sliced(self, arrays: Arrays) -> Arrays:
     k, T = self._slices, self.seq_len
     sliced = {
-      name: np.repeat(x, k, axis=0) if x.shape[1] == 1 else x.reshape(-1, T)
+      name: np.repeat(x, k, axis=0) if x.shape[1] == 1 else x.reshape(-1, T, *x.shape[2:])
       for name, x in arrays.items()
     }
     if "positions" in sliced:  # A document's positions begin anew in each slice.

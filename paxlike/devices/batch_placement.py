@@ -65,19 +65,28 @@ class BatchPlacer:
         )
     return {name: self._put(array) for name, array in arrays.items()}
 
+  def put_whole(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns global arrays, given all sequences, which are equal in all processes; see `put`."""
+    is_all = len(self.rows) == self.batch_size
+    return self.put(arrays if is_all else {name: x[self.rows] for name, x in arrays.items()})
+
   def abstract(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of the arrays that `put` would return."""
 
     def one(array: np.ndarray) -> jax.ShapeDtypeStruct:
       shape = (self._shape[0], *array.shape[1:])
-      where = mesh.sharding(self._devices, ("batch", "time"), shape)
-      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where)
+      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=self._sharding(shape))
 
     return {name: one(array) for name, array in arrays.items()}
 
+  def _sharding(self, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+    """Returns the sharding of an array [B, T, ...]."""
+    dims = ("batch", "time", *[None] * (len(shape) - 2))
+    return mesh.sharding(self._devices, dims, shape)
+
   def _put(self, array: np.ndarray) -> jax.Array:
     shape = (self._shape[0], *array.shape[1:])
-    where = mesh.sharding(self._devices, ("batch", "time"), shape)
+    where = self._sharding(shape)
     if jax.process_count() == 1:
       return jax.device_put(array, where)
 

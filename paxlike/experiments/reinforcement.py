@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import fiddle as fdl
 
+from paxlike import layers
+from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.knobs import UNSET
 from paxlike.data.tuning.prompts import Prompts
@@ -12,12 +14,14 @@ from paxlike.errors import UserError
 from paxlike.experiment import Experiment
 from paxlike.experiments import datasets
 from paxlike.inference.sampling import Sampling
+from paxlike.layers.decoder import VALUE_HEAD
 from paxlike.rewards import REWARDS, pool
 from paxlike.training.evaluation import EvalSet
-from paxlike.training.objectives import Grpo
+from paxlike.training.objectives import Grpo, Ppo
 from paxlike.training.reinforcement import advantages
 from paxlike.training.reinforcement.reward_set import RewardSet
 from paxlike.training.reinforcement.rollouts import Rollouts
+from paxlike.training.reinforcement.values import Gae
 
 _ADVANTAGES = {one.__name__: one for one in (advantages.grpo, advantages.dr_grpo, advantages.rloo)}
 _NORMALIZATIONS = {
@@ -29,7 +33,7 @@ Split = Literal["train", "validation"]
 
 
 class Reinforcement(Experiment):
-  """Reinforcement learning on prompts (GRPO and its relatives), with rewards as Python functions.
+  """Reinforcement learning on prompts (GRPO, PPO), with rewards as Python functions.
 
   PERCORE_BATCH_SIZE sequences per device are a microbatch, into which prompts with their answers
   are packed; a step has as many as it needs. A subclass has `prompts`; see `PromptFiles`.
@@ -39,13 +43,20 @@ class Reinforcement(Experiment):
   #: or overlong of paxlike.rewards.
   REWARD: ranges.Name = UNSET
   REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
-  REWARD_WORKERS: ranges.Size = 4  #: Processes that compute rewards.
+  REWARD_WORKERS: ranges.Size = 4  #: Processes on each host that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
   #: Prompts that a step tries at most, to replace those whose answers all have the same reward
   #: (DAPO's dynamic sampling). None: none is replaced.
   MAX_PROMPTS_PER_STEP: ranges.Size | None = None
   #: Updates of a step, each on all its answers. With more than one, probability ratios are clipped.
   UPDATES_PER_STEP: ranges.Size = 1
+  #: 1: answers are sampled before the update of the step before theirs, and rewarded during that
+  #: update and the next sampling. Probability ratios are then clipped.
+  ROLLOUTS_BEHIND: Literal[0, 1] = 0
+  #: With ROLLOUTS_BEHIND: ratios are clipped around the policy before the step, and advantages
+  #: multiplied by its ratios to the policy that sampled, up to this (truncated importance
+  #: sampling). None: the clipped ratios are those to the policy that sampled.
+  IMPORTANCE_CAP: ranges.Factor | None = None
   CLIP_LOW: ranges.Fraction = 0.2  #: How far ratios may fall below 1.
   CLIP_HIGH: ranges.Factor = 0.2  #: How far ratios may rise above 1; DAPO has 0.28.
   GROUP_SIZE: ranges.Size = 8  #: Answers to each prompt.
@@ -53,24 +64,70 @@ class Reinforcement(Experiment):
   ROLLOUT_TEMPERATURE: ranges.PositiveFloat = 1.0  #: Divides the logits; also those of the loss.
   DECODE_SLOTS: ranges.Size = 64  #: Answers that are decoded at the same time.
   #: grpo: rewards minus the mean of the group, over its standard deviation. dr_grpo: minus the mean
-  #: alone. rloo: minus the mean of the others.
-  ADVANTAGES: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+  #: alone. rloo: minus the mean of the others. gae (PPO): of each token, by a value head, which is
+  #: trained with the policy; GROUP_SIZE may then be 1.
+  ADVANTAGES: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
+  GAE_LAMBDA: ranges.Fraction = 0.95  #: Of gae: 0 trusts the values most, 1 the rewards.
+  DISCOUNT: ranges.Share = 1.0  #: Factor of a reward for each token that it is later (gamma).
+  WHITEN_ADVANTAGES: bool = True  #: Whether those of gae get mean 0 and variance 1 in each step.
+  VALUE_LOSS: ranges.Weight = 0.5  #: Weight of half the squared error of the values.
+  #: How far an update moves a value from what it was when sampling. None: there is no limit.
+  VALUE_CLIP: ranges.Factor | None = None
   #: The loss is the mean over the tokens of all answers, over answers of the means over their
   #: tokens, or the sum over tokens divided by the most there could be.
   LOSS_PER: Literal["token", "answer", "limit"] = "token"
   MASK_TRUNCATED: bool = False  #: Whether answers of MAX_NEW_TOKENS without an end have no loss.
   KL_BETA: ranges.NonNegativeFloat = 0.0  #: Strength of the KL penalty towards the initial model.
+  #: Where it is: a term of the loss, or, with gae, part of each token's reward. None: with gae the
+  #: reward, else the loss.
+  KL_IN: Literal["loss", "reward"] | None = None
   EVAL_PROMPTS: ranges.Size | None = None  #: How many prompts are evaluated on. None: all.
 
+  def model(self) -> fdl.Config[layers.Decoder]:
+    model = super().model()
+    if self.ADVANTAGES == "gae":
+      # From zeros, so that the first values are no worse than none.
+      model.value_head = fdl.Partial(layers.Linear, role="value_head", init=layers.zeros)
+    return model
+
+  def restore(self) -> fdl.Config[Restore] | None:
+    restore = super().restore()
+    if restore is not None and self.ADVANTAGES == "gae":
+      restore.ignore = (*restore.ignore, VALUE_HEAD)  # Models to start from have none.
+    return restore
+
   def objective(self) -> fdl.Config[Grpo]:
-    objective = fdl.Config(
-      Grpo,
+    has_values = self.ADVANTAGES == "gae"
+    is_clipped = self.UPDATES_PER_STEP > 1 or self.ROLLOUTS_BEHIND > 0
+    objective: Any = fdl.Config(
+      Ppo if has_values else Grpo,
       beta=self.KL_BETA,
       sampling=fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE),
     )
-    if self.UPDATES_PER_STEP > 1:  # Else the ratio is 1.
+    if is_clipped:  # Else the ratio is 1.
       objective.clip_low, objective.clip_high = self.CLIP_LOW, self.CLIP_HIGH
+    where = self.KL_IN if self.KL_BETA else None
+    if has_values:
+      objective.value_weight, objective.reward_kl = self.VALUE_LOSS, where != "loss"
+      if is_clipped:
+        objective.value_clip = self.VALUE_CLIP
+    elif where == "reward":
+      raise UserError(
+        f"KL_IN=reward gives each token a reward, which ADVANTAGES={self.ADVANTAGES} does not use:"
+        " set ADVANTAGES=gae, or leave KL_IN out."
+      )
     return objective
+
+  def advantages(self) -> Any:
+    """Returns what computes advantages: a function, or the graph of a `Gae`."""
+    if self.ADVANTAGES != "gae":
+      return _ADVANTAGES[self.ADVANTAGES]
+    return fdl.Config(
+      Gae,
+      gae_lambda=self.GAE_LAMBDA,
+      discount=self.DISCOUNT,
+      whitens=self.WHITEN_ADVANTAGES,
+    )
 
   def rollouts(self) -> fdl.Config[Rollouts]:
     return fdl.Config(
@@ -79,10 +136,12 @@ class Reinforcement(Experiment):
       num_prompts=self.PROMPTS_PER_STEP,
       most_prompts=self.MAX_PROMPTS_PER_STEP,
       num_updates=self.UPDATES_PER_STEP,
+      behind=self.ROLLOUTS_BEHIND,
+      importance_cap=self.IMPORTANCE_CAP if self.ROLLOUTS_BEHIND else None,
       group_size=self.GROUP_SIZE,
       max_new_tokens=self.MAX_NEW_TOKENS,
       num_slots=self.DECODE_SLOTS,
-      advantages=_ADVANTAGES[self.ADVANTAGES],
+      advantages=self.advantages(),
       normalization=_NORMALIZATIONS[self.LOSS_PER],
       mask_truncated=self.MASK_TRUNCATED,
       reward_seconds=self.REWARD_SECONDS,

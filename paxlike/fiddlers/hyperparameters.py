@@ -14,6 +14,9 @@ from paxlike.errors import UserError
 from paxlike.fiddlers.selection import having, select
 from paxlike.training import optimizers
 
+# Linear maps whose outputs do not grow with the width of the model.
+_HEADS = ("head", "router", "value_head")
+
 
 def parametrize(
   graph: fdl.Buildable,
@@ -45,7 +48,7 @@ def parametrize(
   width, depth = decoder.dim / (base_dim or decoder.dim), num_layers / (base_layers or num_layers)
   for node in (*select(graph, layers.Linear), *select(graph, layers.ExpertLinear)):
     if _called(node.init) is not layers.zeros:
-      node.init = _for_width(node.init, width, to_width=node.role not in ("head", "router"))
+      node.init = _for_width(node.init, width, to_width=node.role not in _HEADS)
   for node in select(graph, layers.Embedding):
     # Scales that families set follow from the width: its root, and for logits 1 over its root.
     if (given := getattr(node, "scale", 1.0)) != 1:

@@ -13,6 +13,7 @@ from paxlike import layers
 from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.fiddlers.selection import ATTENTION, BLOCK, FLOAT32, MLP, matrices, select
+from paxlike.layers.decoder import VALUE_HEAD
 from paxlike.training.trainer import Trainer
 
 DOTS = {
@@ -50,7 +51,7 @@ LORA_ROLES = {
 def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
   """Sets the compute dtype of layers; weights, statistics and loss stay float32.
 
-  Routers, and the weights of an indexer's heads, are computed in float32.
+  Routers, the weights of an indexer's heads and value heads are computed in float32.
   """
   computing = (
     layers.Linear,
@@ -148,7 +149,10 @@ def lora(
     for node in matrices(graph):
       node.scheme = getattr(layers.weight_only, base)
   for node in select(graph, Trainer):
-    node.trained = layers.lora.WEIGHTS
+    # A value head is new, and so trained itself.
+    has_values = getattr(node.model, "value_head", None) is not None
+    others = [VALUE_HEAD] if has_values else []
+    node.trained = "|".join([layers.lora.WEIGHTS, *others])
 
 
 def lora_bank(graph: fdl.Buildable, *, rank: int, num_adapters: int, roles: Sequence[str]):

@@ -73,10 +73,11 @@ def multi_token_prediction(
 
 
 def next_token_only(graph: fdl.Buildable):
-  """Removes the layers for multi-token prediction, which only training uses."""
+  """Removes what only training uses: layers for multi-token prediction, and the value head."""
   for node in select(graph, layers.Decoder):
-    if getattr(node, "mtp", None) is not None:
-      node.mtp = None
+    for name in ("mtp", "value_head"):
+      if getattr(node, name, None) is not None:
+        setattr(node, name, None)
 
 
 def loss(
@@ -111,8 +112,7 @@ def rescale(graph: fdl.Buildable, embedding: ranges.Factor = 1.0, residual: rang
 def decoding(graph: fdl.Buildable):
   """Prepares a model for decoding: unrolls layers, and makes MoE dispatch dropless.
 
-  A scan over layers would copy the KV caches for every token. Layers for multi-token prediction are
-  removed.
+  A scan over layers would copy the KV caches for every token. What only training uses is removed.
   """
   next_token_only(graph)
   layout.stack(graph, scan=False)

@@ -13,7 +13,7 @@ ATTENTION = (
   *("query", "key", "value", "output", "query_down", "latent", "key_value", "output_gate"),
   *("index_query", "index_key"),
 )
-FLOAT32 = ("router", "index_weights")  # Small maps whose outputs choose.
+FLOAT32 = ("router", "index_weights", "value_head")  # Small maps, whose outputs decide.
 MLP = ("up", "gate", "down")
 BLOCK = ATTENTION + MLP
 

@@ -21,6 +21,7 @@ from paxlike.inference.waiting import WaitingTexts
 from paxlike.layers.call_context import Context
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
+from paxlike.processes.host_collectives import fetched
 
 STEPS_PER_CALL = 16
 # Initial length of the KV caches in tokens.
@@ -174,7 +175,7 @@ class Generator:
     phases.enter(self._phase)
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, *arrays)
-    drawn = jax.device_get(drawn)
+    drawn = fetched(drawn)
     self.speed.prefill_seconds += time.perf_counter() - began
     self.speed.prefill_tokens += int((positions >= 0).sum())
     texts = {}
@@ -192,7 +193,7 @@ class Generator:
     phases.enter(self._phase)
     began = time.perf_counter()
     self._slots, drawn = compiled(self._params, self._slots, active)
-    tokens, log_probabilities, left = jax.device_get(drawn)
+    tokens, log_probabilities, left = fetched(drawn)
     self.speed.decode_seconds += time.perf_counter() - began
     for slot, text in texts.items():
       before = len(text.tokens)

@@ -32,6 +32,9 @@ from paxlike.layers.stack import Caches, Stack
 # and `positions`.
 Batch = dict[str, jax.Array]
 
+# A regular expression that matches the names of the weights of a value head.
+VALUE_HEAD = r"^value_head\."
+
 
 @configurable
 class Decoder(Module):
@@ -56,6 +59,7 @@ class Decoder(Module):
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
     mtp: Callable[[int], MultiTokenPrediction] | None = None,
+    value_head: Callable[..., Linear] | None = None,
     soft_cap: ranges.Cap | None = None,
     loss_chunks: ranges.Size = 4,
     z_loss: ranges.NonNegativeFloat = 0.0,
@@ -64,6 +68,7 @@ class Decoder(Module):
     """Without `head`, the embedding table also projects to logits (tied embeddings).
 
     `mtp` adds losses of later tokens in training; evaluation and decoding do not use its weights.
+    `value_head` estimates the rewards to come; see `values`. Only reinforcement learning uses it.
 
     With `soft_cap`, logits x become soft_cap * tanh(x / soft_cap). `z_loss` and `label_smoothing`
     are those of `cross_entropy`, in training.
@@ -81,6 +86,7 @@ class Decoder(Module):
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": self.num_outputs})
     self.mtp = None if mtp is None else mtp(dim)
+    self.value_head = None if value_head is None else value_head({"model": dim}, {"vocab": 1})
 
   @property
   def num_outputs(self) -> int:
@@ -195,31 +201,54 @@ class Decoder(Module):
     """Returns logits [..., V] in the compute dtype for final hidden states [..., D]."""
     return _logits(self.embedding if self.head is None else self.head, x, self.soft_cap)
 
+  def projection(self) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function `logits`, whose weights are all-gathered once for all its calls."""
+    head = _gathered(self.embedding if self.head is None else self.head)
+    return lambda x: _logits(head, x, self.soft_cap)
+
+  @jax.named_scope("value_head")
+  def values(self, x_BTD: jax.Array) -> jax.Array | None:
+    """Returns the value head's output for final hidden states, float32 [B, T]; None without one.
+
+    It is a linear map to one number for each token: the rewards to come after it.
+    """
+    if self.value_head is None:
+      return None
+    return self.value_head(x_BTD)[..., 0].astype(jnp.float32)
+
   def __call__(self, tokens_BT: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (logits_BTV in the compute dtype, the layers' Aux)."""
     x_BTD, _, aux = self.hidden(tokens_BT, context)
     return mesh.constrain(self.logits(x_BTD), "batch", "time", "vocab"), aux
 
-  @jax.named_scope("head")
   def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
-    """Returns the weighted sum of cross-entropies, in nats, for final hidden states x_BTD.
+    """Returns the weighted sum of cross-entropies, in nats, for final hidden states x_BTD."""
 
-    The full logits are never materialized: logits and their gradients are computed one chunk of
-    the sequence at a time.
-    """
-    graph, weights = nnx.split(_gathered(self.embedding if self.head is None else self.head))
-    shards = Shards.of(targets_BT.shape)
-    batch, time = (None, None) if shards.axes else ("batch", "time")  # Local within a shard.
-
-    def chunk_loss(weights, x_BTD, constants):
-      logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
-      logits_BTV = mesh.constrain(logits_BTV, batch, time, "vocab")
-      targets_BT, weights_BT = constants
+    def loss(logits_BTV: jax.Array, arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
+      targets_BT, weights_BT = arrays
       given = {"z_loss": self.z_loss, "smoothing": self.label_smoothing}
       return (cross_entropy(logits_BTV, targets_BT, **given) * weights_BT).sum()
 
-    arrays = (x_BTD, (targets_BT, weights_BT))
-    chunks = jax.tree.map(lambda x: shards.chunks(x, self.loss_chunks), arrays)
+    return self.sum_of_losses(loss, x_BTD, (targets_BT, weights_BT))
+
+  @jax.named_scope("head")
+  def sum_of_losses(
+    self, loss: Callable[[jax.Array, Any], jax.Array], x_BTD: jax.Array, arrays: Any
+  ) -> jax.Array:
+    """Returns the sum of loss(logits_BTV, arrays), a float32 scalar, for final hidden states x_BTD.
+
+    The full logits are never materialized: logits and their gradients are computed one chunk of
+    the sequence at a time. `arrays` is a pytree of [B, T, ...] that is not differentiated.
+    """
+    graph, weights = nnx.split(_gathered(self.embedding if self.head is None else self.head))
+    shards = Shards.of(x_BTD.shape[:2])
+    batch, time = (None, None) if shards.axes else ("batch", "time")  # Local within a shard.
+
+    def chunk_loss(weights, x_BTD, arrays):
+      logits_BTV = _logits(nnx.merge(graph, weights), x_BTD, self.soft_cap)
+      return loss(mesh.constrain(logits_BTV, batch, time, "vocab"), arrays)
+
+    chunks = jax.tree.map(lambda x: shards.chunks(x, self.loss_chunks), (x_BTD, arrays))
     return sum_over_chunks(chunk_loss, weights, *chunks, shards.axes)
 
   @jax.named_scope("head")
@@ -234,11 +263,11 @@ class Decoder(Module):
       arrays: A pytree of [B, T, ...].
     """
 
-    head = _gathered(self.embedding if self.head is None else self.head)
+    project = self.projection()
 
     def apply(chunk):
       x_BTD, arrays = chunk
-      logits_BTV = _logits(head, x_BTD, self.soft_cap)
+      logits_BTV = project(x_BTD)
       return function(mesh.constrain(logits_BTV, "batch", "time", "vocab"), arrays)
 
     def join(x: jax.Array) -> jax.Array:

@@ -45,9 +45,9 @@ class RewardModel(Decoder):
     del function, x_BTD, arrays
     raise UserError(NO_TOKENS)
 
-  def token_loss(self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> NoReturn:
+  def sum_of_losses(self, loss: Callable[..., Any], x_BTD: jax.Array, arrays: Any) -> NoReturn:
     """Raises a UserError."""
-    del x_BTD, targets_BT, weights_BT
+    del loss, x_BTD, arrays
     raise UserError(NO_TOKENS)
 
 

@@ -23,7 +23,7 @@ from paxlike.layers.module import Definition, Matmul, WeightSpec
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.recurrent.mixer import RecurrentMixer
-from paxlike.layers.stack import Stack
+from paxlike.layers.stack import Stack, layout_of
 from paxlike.layers.stack_layout import Location
 from paxlike.training import train_state
 from paxlike.training.optimizers import Optimizer
@@ -168,7 +168,7 @@ class ModelSizes:
     over_data: Whether the optimizer state is sharded over the axis `data` too (ZeRO-1).
     sequence_parallel: Whether the residual stream is sharded over `tensor` too.
     optimizer_on_host: Whether the optimizer state is in the memory of the host between updates.
-    reference: Whether a reference model doubles the weights.
+    reference: The weights of the reference model; empty: there is none.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
     splits_sequences: Whether its kernels can shard sequences over `context`.
     whole_sequences: Whether its kernels can compute sequences that are not sharded.
@@ -198,7 +198,7 @@ class ModelSizes:
   over_data: bool = False
   sequence_parallel: bool = False
   optimizer_on_host: bool = False
-  reference: bool = False
+  reference: tuple[Weight, ...] = ()
   fused_attention: bool = True
   splits_sequences: bool = True
   whole_sequences: bool = True
@@ -262,7 +262,7 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
 
 
 def of_definition(
-  definition: Definition, optimizer: Optimizer, *, seq_len: int, with_reference: bool = False
+  definition: Definition, optimizer: Optimizer, *, seq_len: int, reference: Definition | None = None
 ) -> ModelSizes:
   """Returns the sizes of a decoder that `optimizer` trains on sequences of `seq_len` tokens."""
   decoder: Any = definition.module
@@ -296,7 +296,7 @@ def of_definition(
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
-    weights=tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items()),
+    weights=_weights(definition),
     num_layers=num_layers,
     repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
@@ -319,7 +319,7 @@ def of_definition(
     over_data=optimizer.over_data,
     optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
-    reference=with_reference,
+    reference=() if reference is None else _weights(reference),
     fused_attention="xla" not in decoder.kernels(Place(device), seq_len=seq_len),
     splits_sequences=over_context <= {*split, "sparse"},
     whole_sequences=kernels.isdisjoint(split.values()),
@@ -339,18 +339,18 @@ def _recurrence(mixers: Sequence[RecurrentMixer]) -> Recurrence:
 
 def _span(module: Attention | LatentAttention, seq_len: int) -> Span:
   """Returns that of one layer."""
+  if isinstance(module, SparseLatentAttention) and seq_len > (top_k := module.indexer.top_k):
+    # Its queries and values have the width of what is gathered, and the indexer scores all pairs.
+    width, pairs = (
+      module.rank + module.rope_dim,
+      module.num_heads * top_k * (1 - top_k / seq_len / 2),
+    )
+    computed = 2 * pairs * (width + module.rank) + module.selection_flops(seq_len)[1]
+    pairs += module.indexer.num_heads * seq_len / 2
+    return Span(top_k, pairs, computed, width + module.indexer.head_dim)
   length = min(seq_len, getattr(module, "window", None) or seq_len)
-  if isinstance(module, SparseLatentAttention):
-    length = min(seq_len, module.indexer.top_k)
-  share = 1 - length / seq_len / 2  # Of pairs, those that the causal mask keeps.
-  pairs = module.num_heads * length * share
-  if not isinstance(module, SparseLatentAttention) or length == seq_len:
-    return Span(length, pairs, module.score_flops(seq_len)[1], _keys(module))
-  # Its queries and values have the width of what is gathered, and the indexer scores all pairs.
-  width = module.rank + module.rope_dim
-  computed = 2 * pairs * (width + module.rank) + module.selection_flops(seq_len)[1]
-  pairs += module.indexer.num_heads * seq_len / 2
-  return Span(length, pairs, computed, width + module.indexer.head_dim)
+  pairs = module.num_heads * length * (1 - length / seq_len / 2)
+  return Span(length, pairs, module.score_flops(seq_len)[1], _keys(module))
 
 
 def _keys(module: Attention | LatentAttention) -> int:
@@ -358,6 +358,11 @@ def _keys(module: Attention | LatentAttention) -> int:
   if isinstance(module, LatentAttention):
     return module.num_heads * (module.head_dim + module.rope_dim + module.value_dim)
   return 2 * module.num_kv_heads * module.head_dim
+
+
+def _weights(definition: Definition) -> tuple[Weight, ...]:
+  layout = layout_of(definition.module)
+  return tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items())
 
 
 def _weight(name: str, spec: WeightSpec, location: Location | None) -> Weight:

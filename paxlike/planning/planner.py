@@ -191,7 +191,7 @@ def find(
     trainer.definition,
     trainer.optimizer,
     seq_len=trainer.data.seq_len,
-    with_reference=trainer.has_reference,
+    reference=trainer.reference,
   )
   if not isinstance(trainer.objective, NextToken):
     model = dataclasses.replace(model, repeats=0)

@@ -70,9 +70,9 @@ def _initial(trainer: Trainer, folder: str | os.PathLike[str]) -> TrainState:
   state = train_state.create(
     trainer.definition, trainer.optimizer, trainer.devices, seed=trainer.seed
   )
-  if not trainer.has_reference:
+  if trainer.reference is None:
     return state
-  reference = trainer.state_source(epath.Path(folder)).reference(state)
+  reference, _ = trainer.state_source(epath.Path(folder)).reference(state)
   return dataclasses.replace(state, reference=reference)
 
 

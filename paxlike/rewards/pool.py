@@ -59,6 +59,46 @@ def find(name: str) -> Reward:
   return found
 
 
+class RewardCalls:
+  """Rewards that worker processes are computing."""
+
+  def __init__(self, name: str, workers: "Sequence[_Worker]", answers: Sequence[Any]):
+    """Begins to compute the rewards of (answer, record) pairs; `name` is for errors."""
+    self._name = name
+    self._found: list[Rewarded | None] = [None] * len(answers)
+    self._errors: list[BaseException] = []
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(answers)):
+      waiting.put(number)
+
+    def work(worker: "_Worker"):
+      with contextlib.suppress(queue.Empty):
+        while not self._errors:
+          number = waiting.get_nowait()
+          try:
+            self._found[number] = worker.ask(*answers[number])
+          except BaseException as error:
+            self._errors.append(error)
+
+    used = workers[: len(answers)]
+    self._threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in used]
+    for thread in self._threads:
+      thread.start()
+
+  def result(self) -> list[Rewarded]:
+    """Waits for the rewards, and returns them in order.
+
+    Raises:
+      UserError: The reward raised an exception, or a worker ended.
+    """
+    for thread in self._threads:
+      thread.join()
+    if self._errors:
+      error = self._errors[0]
+      raise UserError(f"the reward {self._name}: {error}") from error
+    return [one for one in self._found if one is not None]
+
+
 class RewardPool:
   """Processes that compute rewards; a context that ends them."""
 
@@ -83,43 +123,20 @@ class RewardPool:
     pickled = pickle.dumps(reward)
     self._workers = [_Worker(pickled, seconds) for _ in range(num_workers)]
 
+  def begin(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> RewardCalls:
+    """Begins to compute the rewards of (answer, record) pairs; those begun before have ended."""
+    return RewardCalls(self._name, self._workers, answers)
+
   def __call__(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Rewarded]:
-    """Returns the rewards of (answer, record) pairs, in order.
-
-    Raises:
-      UserError: The reward raised an exception, or a worker ended.
-    """
-    found: list[Rewarded | None] = [None] * len(answers)
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in range(len(answers)):
-      waiting.put(number)
-    errors: list[BaseException] = []
-
-    def work(worker: "_Worker"):
-      with contextlib.suppress(queue.Empty):
-        while not errors:
-          number = waiting.get_nowait()
-          try:
-            found[number] = worker.ask(*answers[number])
-          except BaseException as error:
-            errors.append(error)
-
-    used = self._workers[: len(answers)]
-    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in used]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    if errors:
-      raise UserError(f"the reward {self._name}: {errors[0]}") from errors[0]
-    return [one for one in found if one is not None]
+    """Returns the rewards of (answer, record) pairs; see `RewardCalls.result`."""
+    return self.begin(answers).result()
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *unused: object):
     for worker in self._workers:
-      worker.stop()
+      worker.close()
 
 
 class _Worker:
@@ -129,6 +146,8 @@ class _Worker:
     self._reward = reward
     self._seconds = seconds
     self._process: subprocess.Popen[bytes] | None = None
+    self._starting = threading.Lock()
+    self._is_closed = False
 
   def ask(self, answer: str, record: Mapping[str, Any]) -> Rewarded:
     """Returns a reward.
@@ -137,7 +156,10 @@ class _Worker:
       UserError: The reward failed.
     """
     if self._process is None:
-      self._process = self._started()
+      with self._starting:
+        if self._is_closed:
+          raise UserError("the run has ended.")
+        self._process = self._started()
       self._write(self._reward.hex())
       if self._line(_START_SECONDS) is None:
         self.stop()
@@ -190,6 +212,12 @@ class _Worker:
       env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
       start_new_session=True,  # Ctrl-C ends the run, which ends its workers.
     )
+
+  def close(self):
+    """Kills the process for good, also while another thread uses it."""
+    with self._starting:
+      self._is_closed = True
+      self.stop()
 
   def stop(self):
     """Kills the process, if it has been started."""

@@ -17,7 +17,7 @@ from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.decoder import Batch
 from paxlike.layers.module import Definition
 from paxlike.training.gradients import Constants, Differentiated, combined
-from paxlike.training.objectives.policy import TokenScores, token_scores
+from paxlike.training.objectives.policy import Loss, Outputs, TokenScores, of_outputs, token_scores
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
 from paxlike.training.update import on_device, prepared, update
@@ -55,8 +55,13 @@ class Gradients(NamedTuple):
   sums: dict[str, jax.Array]
 
 
-# (log_probabilities_BT, batch) -> ((loss, metrics), the derivative of the loss).
-LossAndDerivative = Callable[[jax.Array, Batch], tuple[tuple[jax.Array, Any], jax.Array]]
+# (outputs, batch) -> ((loss, metrics), the derivative of the loss).
+LossAndDerivative = Callable[[Outputs, Batch], tuple[tuple[jax.Array, Any], Outputs]]
+
+
+def differentiated(loss: Loss, **options: Any) -> LossAndDerivative:
+  """Returns the compiled loss with its derivative; `options` are for `jax.jit`."""
+  return jax.jit(jax.value_and_grad(of_outputs(loss), has_aux=True), **options)
 
 
 class ForwardBackward:
@@ -88,13 +93,13 @@ class ForwardBackward:
         params = weights.trained | constants.frozen | weights.extra
         model = definition.bind(params, constants.operands)
         scores, aux = token_scores(model, batch, None, sampling)
-        return (scores.log_probabilities_BT, aux.losses), (scores, aux)
+        return (scores.outputs, aux.losses), (scores, aux)
 
       _, residuals, (scores, aux) = jax.vjp(of_weights, weights, has_aux=True)
       return Forward(scores, aux, residuals)
 
-    def backward(residuals: Any, cotangent_BT: jax.Array, of_aux: dict[str, Any]) -> Differentiated:
-      (gradients,) = residuals((cotangent_BT, of_aux))
+    def backward(residuals: Any, cotangent: Outputs, of_aux: dict[str, Any]) -> Differentiated:
+      (gradients,) = residuals((cotangent, of_aux))
       return jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
 
     def step(state: TrainState, gradients: Differentiated, loss: jax.Array, is_last: bool) -> Any:
@@ -115,16 +120,16 @@ class ForwardBackward:
     """Returns the scores of a batch, without dropout, and what `backward` needs."""
     return self._forward(weights, constants, batch)
 
-  def backward(self, result: Forward, cotangent_BT: jax.Array, *, count: int = 1) -> Differentiated:
+  def backward(self, result: Forward, cotangent: Outputs, *, count: int = 1) -> Differentiated:
     """Returns float32 gradients.
 
     Args:
       result: Of `forward`.
-      cotangent_BT: The derivative of the loss by the log-probabilities.
+      cotangent: The derivative of the loss by `result.scores.outputs`.
       count: The number of batches of the step, over which losses of layers are averaged.
     """
     of_aux = jax.tree.map(lambda x: jnp.full_like(x, 1 / count), result.aux.losses)
-    return self._backward(result.residuals, cotangent_BT, of_aux)
+    return self._backward(result.residuals, cotangent, of_aux)
 
   def accumulate(self, total: Differentiated | None, gradients: Differentiated) -> Differentiated:
     """Returns the sum; `total` is consumed, None is zero."""
@@ -143,14 +148,14 @@ class ForwardBackward:
       prepared: The weights; see `prepare`.
       batches: At least one.
       of_loss: The second argument of the loss for each.
-      loss: Called with the log-probabilities of each.
+      loss: Called with the outputs of each; see `differentiated`.
     """
     total, value, aux, sums, scored = None, jnp.zeros(()), none(), {}, []
     for batch, given in zip(batches, of_loss, strict=True):
       result = self.forward(*prepared, batch)
       scored.append(result.scores.log_probabilities_BT)
-      (new, of_batch), cotangent_BT = loss(scored[-1], given)
-      part = self.backward(result, cotangent_BT, count=len(batches))
+      (new, of_batch), cotangent = loss(result.scores.outputs, given)
+      part = self.backward(result, cotangent, count=len(batches))
       total, value = self.accumulate(total, part), value + new
       aux = add(aux, result.aux)
       sums = {name: sums.get(name, 0) + pair for name, pair in of_batch.items()}

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike.checkpoints import layout_conversion
+from paxlike.checkpoints import layout_conversion, teacher
 from paxlike.checkpoints.array_names import flatten, unflatten
 from paxlike.checkpoints.branch import Branch
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.checkpoints.teacher import Teacher
 from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with, read_found, read_params
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params
@@ -37,6 +38,7 @@ class StateSource:
     seed: Seed of weights that are not restored.
     restore: Source of its initial weights; None: all are initialized.
     branch: The checkpoint of another run that a new run goes on from; None: it starts anew.
+    teacher: The teacher that is the reference model; None: that is the initial model.
   """
 
   folder: epath.Path
@@ -46,6 +48,7 @@ class StateSource:
   seed: int
   restore: Restore | None
   branch: Branch | None = None
+  teacher: Teacher | None = None
 
   def checkpoints(self, *, keep: int | None = None, **given: Callable[..., Any]) -> Checkpoints:
     """Returns the checkpoints of the run; `given` are arguments of `Checkpoints`."""
@@ -104,12 +107,21 @@ class StateSource:
       return self.folder
     return self.branch.run
 
-  def reference(self, state: TrainState) -> Params:
-    """Returns all weights as they were before the first step, in their compute dtypes.
+  def reference(self, state: TrainState) -> tuple[Params, dict[str, str]]:
+    """Returns (weights of the reference model in their compute dtypes, files to write).
+
+    They are those of the teacher, or all weights as they were before the first step.
 
     Raises:
-      UserError: The checkpoint that the run started from is missing or damaged.
+      UserError: The checkpoint that they are from is missing or damaged.
     """
+    if self.teacher is not None:
+      # A start that failed may have left a record of another teacher.
+      taught = self.teacher.load(self.devices, self.folder if int(state.step) else None)
+      return taught.params, {teacher.RECORD: taught.record}
+    return self._initial(state), {}
+
+  def _initial(self, state: TrainState) -> Params:
     if int(state.step) == 0:
       # Copies, because steps donate the originals.
       return jax.tree.map(jnp.copy, self.definition.prepare(state.weights))

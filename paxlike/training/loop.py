@@ -28,7 +28,9 @@ from paxlike.telemetry.step_metrics import Meter, Reading, check_finite
 from paxlike.training import decode_mode, layer_metrics, ramp, rollback
 from paxlike.training.best_checkpoint import BestTracker
 from paxlike.training.evaluation import Stopped
+from paxlike.training.objectives import OnPolicyGkd
 from paxlike.training.profiler import Profiler
+from paxlike.training.reinforcement.distillation_training import DistillationTraining
 from paxlike.training.reinforcement.policy_training import PolicyTraining
 from paxlike.training.replica_check import check_repeated, check_replicas, checksums
 from paxlike.training.rollback import Rollback, Rollbacks
@@ -59,7 +61,9 @@ class Loop:
     self._rollbacks = Rollbacks(folder, most=trainer.max_skipped_in_a_row)
     self._spike: int | None = None  # The step of a spike that the run rolls back from.
     self._after_spike: dict[str, Any] = {}  # The position in the data after it.
-    self._policy = None if trainer.rollouts is None else PolicyTraining(trainer)
+    is_taught = isinstance(trainer.objective, OnPolicyGkd)
+    kind = DistillationTraining if is_taught else PolicyTraining
+    self._policy = None if trainer.rollouts is None else kind(trainer)
     # By the index of the stage, and by whether layers are logged.
     self._programs: dict[tuple[int, bool], Any] = {}
 
@@ -89,8 +93,11 @@ class Loop:
     best.forget(after=start)
     skipped = self._skipped(start)
     position = data_state if skipped is None else skipped.train_input
-    if trainer.has_reference:
-      state = dataclasses.replace(state, reference=self._source.reference(state))
+    if self._policy is not None:
+      self._policy.restore(position or {})
+    if trainer.reference is not None:
+      reference, files_of_it = self._source.reference(state)
+      state, provenance = dataclasses.replace(state, reference=reference), provenance | files_of_it
     phases.enter("data", start)
     with (
       TrainInput(
@@ -176,7 +183,10 @@ class Loop:
     batch = train_input.next()
     # The devices do not wait for data while they still compute an earlier step.
     phases.enter("dispatch", step, counts_as="step" if self._meter.is_computing else None)
-    arrays: Any = batch.arrays if self._policy is not None else trainer.placer.put(batch.arrays)
+    if self._policy is None:
+      arrays: Any = trainer.placer.put(batch.arrays)
+    else:
+      arrays = batch.arrays, train_input.following() if self._policy.is_behind else None
     which = train_input.stage, _due(step, self._trainer.log_layers_every)
     if which not in self._programs:
       phases.enter("compile")
@@ -280,6 +290,8 @@ class Loop:
     phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
     layout = layout_of(self._trainer.model)
+    if self._policy is not None:
+      data_state = data_state | self._policy.saved()
     self._saved.save(int(state.step), changing, layout=layout, train_input=data_state)
 
   def _evaluates_after(self, step: int) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io
+from paxlike.data.prepared import PreparedRows
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
-from paxlike.training.objectives import NextToken
+from paxlike.training.objectives import Gkd, NextToken
 from paxlike.training.reinforcement import preflight as rollout_checks
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
@@ -68,6 +69,31 @@ def _check_mtp(trainer: Any):
     raise UserError(
       f"MTP_NUM_LAYERS: {frozen[0]} is neither trained (USE_LORA or trained=) nor restored, so its"
       " initial value would be used: set MTP_NUM_LAYERS=0."
+    )
+
+
+def _check_teacher(trainer: Any, objective: Gkd):
+  """Raises a UserError if there is no teacher that the model can learn from."""
+  if not objective.cross_entropy and (trainer.model.z_loss or trainer.model.label_smoothing):
+    raise UserError(
+      "Z_LOSS and LABEL_SMOOTHING belong to the cross-entropy: set DISTILLATION_CROSS_ENTROPY, its"
+      " weight, or leave them out."
+    )
+  if objective.teacher is not None:
+    objective.teacher.check(trainer.model, trainer.data.seq_len)
+    requirements.check(objective.teacher.model, list(trainer.devices.devices.flat))
+    return
+  data = trainer.train_data
+  before = data.teacher if isinstance(data, PreparedRows) else None
+  if before is None:
+    raise UserError(
+      "TEACHER is not set, and the data have no predictions of a teacher: set it, or prepare the"
+      " data by scripts/prepare_data.py --teacher_top_k=K."
+    )
+  if before["temperature"] != objective.temperature:
+    raise UserError(
+      f"DISTILLATION_TEMPERATURE={objective.temperature}, but the predictions in"
+      f" DATA_PATH were made at {before['temperature']}."
     )
 
 
@@ -152,6 +178,8 @@ def check_setup(trainer: Any, *, training: bool):
       f"MTP_NUM_LAYERS has a loss with the objective NextToken, not with"
       f" {type(trainer.objective).__name__}: set it to 0."
     )
+  if training and isinstance(trainer.objective, Gkd):
+    _check_teacher(trainer, trainer.objective)
   if training and trainer.rollouts is not None:
     rollout_checks.check(trainer)
   if training:

@@ -26,7 +26,7 @@ def by_kind(trainer: "Trainer", sizes: Mapping[str, int]) -> dict[str, Bytes]:
   axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
   state = train_state.abstract(
-    trainer.definition, trainer.optimizer, devices, with_reference=trainer.has_reference
+    trainer.definition, trainer.optimizer, devices, reference=trainer.reference
   )
   parts = {
     "trained parameters": state.params,

@@ -2,8 +2,10 @@
 """The batches of a run's steps, over its stages, and the positions in the data after them."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
+
+import numpy as np
 
 from paxlike.data.dataset import Batch, Batches
 from paxlike.training.ramp import Stage
@@ -46,6 +48,12 @@ class TrainInput:
     self._positions.append((self._step, batch.state))
     self._step += 1
     return batch._replace(arrays={name: batch.arrays[name] for name in self._names})
+
+  def following(self) -> Mapping[str, np.ndarray]:
+    """Returns the arrays of the batch that `next` will return."""
+    assert self._batches is not None
+    self._first = self._first or next(self._batches)
+    return {name: self._first.arrays[name] for name in self._names}
 
   def enters_stage(self) -> bool:
     """Moves on to the stage of the next step; returns whether that is another one."""

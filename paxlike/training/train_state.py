@@ -31,8 +31,8 @@ class TrainState:
     step: int32, completed steps.
     params: Trained weights, in the definition's storage dtype.
     frozen: Frozen weights, in their compute dtypes or quantized; not in checkpoints.
-    reference: The initial weights in their compute dtypes, if the objective needs a reference
-      model; not in checkpoints.
+    reference: The weights of the reference model in their compute dtypes, if the objective needs
+      one; not in checkpoints.
     extra: Non-trainable state of layers (amax histories).
     opt_state: The optimizer's state.
     skipped: int32, the steps among `step` whose update was skipped: it was not finite, or the guard
@@ -60,20 +60,19 @@ def abstract(
   optimizer: Optimizer,
   mesh: Mesh | AbstractMesh,
   *,
-  with_reference: bool = False,
+  reference: Definition | None = None,
 ) -> Any:
-  """Returns a TrainState of shapes, dtypes and shardings."""
-  weights: Any = {
-    name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
-    for name, spec in definition.weights.items()
-  }
+  """Returns a TrainState of shapes, dtypes and shardings; `reference` is the reference model."""
+  weights = _abstract_weights(definition)
   params, frozen, extra = split(definition, weights)
   count: Any = jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(
     step=count,
     params=params,
     frozen=frozen,
-    reference=jax.eval_shape(definition.prepare, weights) if with_reference else {},
+    reference=(
+      {} if reference is None else jax.eval_shape(reference.prepare, _abstract_weights(reference))
+    ),
     extra=extra,
     opt_state=jax.eval_shape(
       optimizer.transformation(definition).init, definition.optimized(params)
@@ -83,7 +82,8 @@ def abstract(
   )
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    spec = weight_of(definition, path, leaf.shape)
+    owner = (path[0].name == "reference" and reference) or definition
+    spec = weight_of(owner, path, leaf.shape)
     partition = PartitionSpec()
     if spec is not None:
       partition = mesh_lib.partition(spec.dims, leaf.shape, mesh.shape)
@@ -100,6 +100,13 @@ def abstract(
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
   return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _abstract_weights(definition: Definition) -> Any:
+  return {
+    name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
+    for name, spec in definition.weights.items()
+  }
 
 
 def weight_of(

@@ -24,7 +24,7 @@ from paxlike.training.gradients import (
   Microbatch,
   combined,
 )
-from paxlike.training.objectives import NextToken, Objective, shares_base, without_adapters
+from paxlike.training.objectives import NextToken, Objective, without_adapters
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.train_state import TrainState
 from paxlike.training.update import on_device, prepared, update
@@ -52,7 +52,7 @@ def make_train_step(
   count the tokens from each of the data's `sources`. With `log_layers`, the function returns
   (state, metrics, LayerMetrics).
   """
-  gradients = _gradients(definition, objective, log_layers=log_layers)
+  gradients = gradients_of(definition, objective, log_layers=log_layers)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[Any, ...]:
     weight = objective.weight(batch)
@@ -92,7 +92,9 @@ def note_on_memory(definition: Definition, objective: Objective) -> str | None:
   )
 
 
-def _gradients(definition: Definition, objective: Objective, *, log_layers: bool) -> Gradients:
+def gradients_of(
+  definition: Definition, objective: Objective, *, log_layers: bool = False
+) -> Gradients:
   """Returns the gradient function of the loss of a microbatch."""
   if type(objective) is NextToken and pipeline_loss.pipeline_of(definition) is not None:
     return functools.partial(pipeline_loss.gradients, definition, log_layers=log_layers)
@@ -101,7 +103,7 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
       f"QK_CLIP: a pipeline that trains with {type(objective).__name__} does not find the largest"
       " logits. Leave it out, or train without pipeline stages."
     )
-  shared = shares_base(definition)
+  reference = objective.reference(definition)
 
   def loss(
     weights: Differentiated, constants: Constants, microbatch: Microbatch
@@ -110,8 +112,11 @@ def _gradients(definition: Definition, objective: Objective, *, log_layers: bool
     model, other = definition.bind(params, constants.operands), None
     model.stack.log_layers = log_layers
     if objective.needs_reference:
-      before = without_adapters(params) if shared else constants.reference
-      other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
+      before = without_adapters(params) if reference is None else constants.reference
+      if reference in (None, definition):
+        other = definition.bind(jax.lax.stop_gradient(before | weights.extra))
+      else:
+        other = reference.bind(before)
     key = jax.random.fold_in(microbatch.dropout, microbatch.index)
     value, aux = objective.total(model, other, microbatch.batch, key)
     losses = {"loss": value / microbatch.weight} | aux.averaged(microbatch.count).losses

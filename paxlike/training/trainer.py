@@ -32,7 +32,7 @@ from paxlike.training.evaluation import EvalSet, Evaluator, Result
 from paxlike.training.execution import Execution
 from paxlike.training.initial_state import StateSource
 from paxlike.training.loop import Loop
-from paxlike.training.objectives import NextToken, Objective, shares_base
+from paxlike.training.objectives import NextToken, Objective
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.profiler import Profiling
 from paxlike.training.ramp import Ramp, Stage
@@ -144,9 +144,9 @@ class Trainer:
     )
 
   @property
-  def has_reference(self) -> bool:
-    """Whether a step needs a copy of the initial weights, as a reference model."""
-    return self.objective.needs_reference and not shares_base(self.definition)
+  def reference(self) -> Definition | None:
+    """The reference model of whose weights a step needs a copy; None: it needs none."""
+    return self.objective.reference(self.definition)
 
   def state_source(self, folder: epath.Path) -> StateSource:
     """Returns the source of the state and weights of the run in `folder`."""
@@ -158,6 +158,7 @@ class Trainer:
       seed=self.seed,
       restore=self.restore,
       branch=self.branch,
+      teacher=getattr(self.objective, "teacher", None),
     )
 
   @functools.cached_property
@@ -329,9 +330,13 @@ class Trainer:
   def abstract(self) -> tuple[Any, Any]:
     """Returns the shapes, dtypes and shardings of the run's state and of its batches."""
     state = train_state.abstract(
-      self.definition, self.optimizer, self.devices, with_reference=self.has_reference
+      self.definition, self.optimizer, self.devices, reference=self.reference
     )
-    batch = self.data.no_rows() if self.rollouts is None else answers.no_rows(self.data.seq_len)
+    if self.rollouts is None:
+      batch = self.data.no_rows()
+    else:
+      has_values = self.model.value_head is not None
+      batch = answers.no_rows(self.data.seq_len, with_values=has_values)
     return state, self.placer.abstract(batch)
 
   def trace(self):

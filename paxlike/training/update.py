@@ -29,9 +29,8 @@ def on_device(optimizer: Optimizer, state: TrainState) -> TrainState:
 def prepared(definition: Definition, state: TrainState) -> tuple[Differentiated, Constants]:
   """Returns the weights in their compute dtypes and quantized forms: once per step."""
   prepared, frozen = definition.prepare(state.params), definition.prepare(state.frozen)
-  reference = definition.prepare(state.reference)
   operands = definition.quantize_operands(prepared | frozen)
-  return Differentiated(prepared, state.extra), Constants(frozen, reference, operands)
+  return Differentiated(prepared, state.extra), Constants(frozen, state.reference, operands)
 
 
 def update(

@@ -8,7 +8,7 @@ import pytest
 
 import paxlike
 from paxlike.errors import UserError
-from paxlike.experiments.sums import Sums
+from paxlike.experiments.sums import Sums, SumsRl
 
 KNOBS = {"LEARNING_RATE": 0.01, "LR_WARMUP": 0, "NUM_LAYERS": 1, "FPROP_DTYPE": "float32"}
 TEXTS = [("12+34=", "46"), ("5+8=", "13"), ("70+2=", "72")]
@@ -73,6 +73,28 @@ def test_a_loss_may_be_any_function_and_gradients_add_up(tmp_path):
       norms.append(session.optim_step()["grad_norm"])
   np.testing.assert_allclose(*norms, rtol=1e-5)
   assert not (tmp_path / "run").exists()  # Nothing was saved.
+
+
+@pytest.mark.slow
+def test_a_loss_can_train_a_value_head(tmp_path):
+  def loss(log_probabilities_BT, arrays):
+    import jax.numpy as jnp
+
+    del log_probabilities_BT
+    errors_BT = jnp.square(arrays["values"] - arrays["returns"])
+    return (errors_BT * arrays["weights"]).sum(), {}
+
+  how = {**KNOBS, "ADVANTAGES": "gae", "PERCORE_BATCH_SIZE": 1, "LEARNING_RATE": 0.001}
+  with paxlike.Session(SumsRl, tmp_path / "run", **how) as session:
+    losses = []
+    for seed in range(5):
+      (answers,) = session.sample(["1+1="], max_new_tokens=3, num_samples=4, seed=seed)
+      for answer in answers:
+        answer.returns = np.ones(len(answer.tokens))
+      losses.append(session.forward_backward(answers, "policy" if seed == 4 else loss).loss)
+      session.optim_step()
+    assert losses[0] == pytest.approx(1) and losses[3] < 0.9
+    assert answer.values.shape == (len(answer.tokens),) and answer.values.any()
 
 
 def test_what_it_cannot_do_is_said_in_a_line(tmp_path):

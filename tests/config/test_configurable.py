@@ -44,8 +44,8 @@ CALLED = {
   "output", "output_gate", "output_scale", "pattern", "positions", "post_norm", "projection",
   "prologue", "qk_clip", "qk_norm", "query", "query_down", "query_scale", "recurrent", "register",
   "relative_bias", "reward", "rope", "router", "rule", "scaling", "scheme", "shared", "shared_gate",
-  "sinks", "stack", "step", "transform", "up", "value", "value_norm", "weight_decay_schedule",
-  "indexer", "weights",
+  "sinks", "stack", "step", "transform", "up", "value", "value_head", "value_norm",
+  "weight_decay_schedule", "indexer", "weights",
 }  # fmt: skip
 # Who imports, runs or unpickles what a value names, and what that is where a file gives it.
 BY_NAME = {

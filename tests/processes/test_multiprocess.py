@@ -3,6 +3,7 @@
 
 import json
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -154,8 +155,8 @@ def test_a_job_is_alone_in_its_folder_and_stops_after_the_same_step_everywhere(t
   for status, _, err in map(finish, job(2, tmp_path, *LONG)):
     assert status == 2, err
     assert f"paxlike: --job_log_dir={tmp_path} is in use" in err and err.count("\n") == 1
-  processes[1].terminate()
-  assert [finish(process)[0] for process in processes] == [143, 143]
+  processes[1].send_signal(signal.SIGINT)
+  assert [finish(process)[0] for process in processes] == [143, 130]
   last = curve(tmp_path)[-1][0]
   assert Checkpoints(tmp_path / "checkpoints", keep=None).steps()[-1] == last
 

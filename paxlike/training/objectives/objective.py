@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.layers import lora
 from paxlike.layers.aux_losses import Aux
-from paxlike.layers.decoder import Batch, Decoder
+from paxlike.layers.decoder import VALUE_HEAD, Batch, Decoder
 from paxlike.layers.module import Definition, Params
 
 _ADDED = re.compile(rf"{lora.WEIGHTS}(b|magnitude)$")
@@ -21,10 +21,17 @@ class Objective(abc.ABC):
 
   Attributes:
     needs_reference: Whether it needs a frozen reference model: the initial model or, with LoRA, the
-      base model.
+      base model; or a teacher.
   """
 
   needs_reference = False
+
+  def reference(self, definition: Definition) -> Definition | None:
+    """Returns the definition of the reference model, of whose weights a step needs a copy.
+
+    None: it needs none, or with LoRA those of the model, `definition`, serve.
+    """
+    return definition if self.needs_reference and not shares_base(definition) else None
 
   @abc.abstractmethod
   def weight(self, batch: Batch) -> jax.Array:
@@ -38,8 +45,9 @@ class Objective(abc.ABC):
 
 
 def shares_base(definition: Definition) -> bool:
-  """Whether only LoRA weights are trained, so that the base model can serve as the reference."""
-  return all(re.search(lora.WEIGHTS, name) for name in definition.optimized(definition.weights))
+  """Whether the base model can serve as the reference: what is trained is LoRA or a value head."""
+  trained = definition.optimized(definition.weights)
+  return all(re.search(f"{lora.WEIGHTS}|{VALUE_HEAD}", name) for name in trained)
 
 
 def without_adapters(params: Mapping[str, jax.Array]) -> Params:

@@ -2,7 +2,7 @@
 """Policy gradients on sampled answers, as functions of the log-probabilities of their tokens."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,18 +20,50 @@ Sums = dict[str, jax.Array]
 
 
 class TokenScores(NamedTuple):
-  """What a model says of the targets of a batch, [B, T]; only the first is differentiated.
+  """What a model says of the targets of a batch, [B, T].
+
+  Log-probabilities and values are differentiated.
 
   Attributes:
     log_probabilities_BT: float32, of the targets under the distributions that sampling draws from.
     entropies_BT: float32, of these distributions, in nats.
     drawn_BT: int32, the tokens that sampling with `seeds` draws from them; equal to the targets if
       the batch was sampled from this model. None if the batch has no seeds.
+    values_BT: float32, the value of what is before each target. None if the model has no value
+      head.
   """
 
   log_probabilities_BT: jax.Array
   entropies_BT: jax.Array
   drawn_BT: jax.Array | None
+  values_BT: jax.Array | None = None
+
+  @property
+  def outputs(self) -> "Outputs":
+    """What a loss is a function of."""
+    return Outputs(self.log_probabilities_BT, self.values_BT)
+
+
+class Outputs(NamedTuple):
+  """What a loss is a function of, and its derivative by that; see `TokenScores`."""
+
+  log_probabilities_BT: jax.Array
+  values_BT: jax.Array | None
+
+
+# (log_probabilities_BT, arrays) -> (loss, metrics); if there are values, they are in `arrays`.
+Loss = Callable[[jax.Array, Mapping[str, Any]], tuple[jax.Array, Sums]]
+
+
+def of_outputs(loss: Loss) -> Callable[[Outputs, Mapping[str, Any]], tuple[jax.Array, Sums]]:
+  """Returns a loss as a function of `Outputs`, to be differentiated."""
+
+  def function(outputs: Outputs, batch: Mapping[str, Any]) -> tuple[jax.Array, Sums]:
+    if outputs.values_BT is not None:
+      batch = {**batch, "values": outputs.values_BT}
+    return loss(outputs.log_probabilities_BT, batch)
+
+  return function
 
 
 def token_scores(
@@ -62,7 +94,8 @@ def token_scores(
   arrays = (batch["targets"],)
   if "seeds" in batch:
     arrays += (batch["seeds"], batch["positions"])
-  return model.map_logits(scored, x_BTD, arrays), aux
+  scores: TokenScores = model.map_logits(scored, x_BTD, arrays)
+  return scores._replace(values_BT=model.values(x_BTD)), aux
 
 
 @configurable
@@ -95,6 +128,11 @@ class Grpo(Objective):
   def needs_reference(self) -> bool:
     return self.beta > 0
 
+  @property
+  def penalizes(self) -> bool:
+    """Whether the loss has the KL penalty."""
+    return self.beta > 0
+
   def weight(self, batch: Batch) -> jax.Array:
     return jnp.ones(())
 
@@ -105,7 +143,7 @@ class Grpo(Objective):
       scores, _ = token_scores(reference, batch, None, self.sampling)
       batch = {**batch, "reference_log_probabilities": scores.log_probabilities_BT}
     scores, aux = token_scores(model, batch, dropout, self.sampling)
-    loss, sums = self.loss(scores.log_probabilities_BT, batch)
+    loss, sums = of_outputs(self.loss)(scores.outputs, batch)
     return loss, aux._replace(metrics=aux.metrics | sums)
 
   def loss(
@@ -120,13 +158,17 @@ class Grpo(Objective):
     loss_BT = -jnp.minimum(ratio_BT * advantages_BT, kept_BT * advantages_BT)
     is_clipped_BT = kept_BT * advantages_BT < ratio_BT * advantages_BT
     of_tokens = {"clipped_fraction": is_clipped_BT, "approximate_kl": ratio_BT - 1 - change_BT}
-    if self.beta:
+    if self.penalizes:
       back_BT = batch["reference_log_probabilities"] - log_probabilities_BT
       back_BT = jnp.where(is_target_BT, back_BT, 0)
       of_tokens["reference_kl"] = kl_BT = ratio_BT * (jnp.exp(back_BT) - 1 - back_BT)
       loss_BT += self.beta * kl_BT
-    count = is_target_BT.sum().astype(jnp.float32)
-    sums = {
-      name: jnp.stack([(of_BT * is_target_BT).sum(), count]) for name, of_BT in of_tokens.items()
-    }
-    return (loss_BT * weights_BT).sum(), sums
+    return (loss_BT * weights_BT).sum(), means_of_targets(of_tokens, is_target_BT)
+
+
+def means_of_targets(of_tokens: Mapping[str, jax.Array], is_target_BT: jax.Array) -> Sums:
+  """Returns arrays [B, T], by name, as metrics: their means over the targets."""
+  count = is_target_BT.sum().astype(jnp.float32)
+  return {
+    name: jnp.stack([(of_BT * is_target_BT).sum(), count]) for name, of_BT in of_tokens.items()
+  }

@@ -12,8 +12,9 @@ from paxlike.data.examples import best_fit
 from paxlike.data.tuning.prompts import Prompts
 
 _NAMES = ("inputs", "targets", "segments", "positions", "seeds")
-# What the loss needs of each token.
+# What the loss needs of each token, and the more that it needs with a value head.
 _OF_LOSS = ("weights", "advantages", "old_log_probabilities")
+_OF_VALUES = ("returns", "old_values")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,8 +31,10 @@ class Answer:
     drafted: Log-probabilities under the decoder's numerics, NaN for tokens that the training
       forward pass has drawn.
     log_probabilities: Under the training forward pass, float32, of each token.
+    values: Of the value head, before each token, float32; empty if the model has none.
     reward: Its reward.
-    advantage: Its advantage.
+    advantage: Its advantage, or that of each token.
+    returns: Of each token, what its value is trained to be; empty without a value head.
   """
 
   prompt: np.ndarray
@@ -42,8 +45,10 @@ class Answer:
   has_ended: bool = False
   drafted: list[float] = dataclasses.field(default_factory=list)
   log_probabilities: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+  values: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
   reward: float = 0.0
-  advantage: float = 0.0
+  advantage: Any = 0.0
+  returns: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
 
   @property
   def is_finished(self) -> bool:
@@ -118,10 +123,28 @@ def pack(
   return Packed(batches, [places[index] for index in range(len(answers))])
 
 
-def no_rows(seq_len: int) -> Arrays:
+def of_loss(answers: Sequence[Answer], weights: Sequence[float] | np.ndarray) -> dict[str, Any]:
+  """Returns what the loss needs, by name: for each answer a number or an array.
+
+  `weights` are those of each answer's tokens.
+  """
+  parts: dict[str, Any] = {
+    "weights": weights,
+    "advantages": [answer.advantage for answer in answers],
+    "old_log_probabilities": [answer.log_probabilities for answer in answers],
+  }
+  of_values = {
+    "returns": [answer.returns for answer in answers],
+    "old_values": [answer.values for answer in answers],
+  }
+  return parts | {name: given for name, given in of_values.items() if all(map(len, given))}
+
+
+def no_rows(seq_len: int, *, with_values: bool) -> Arrays:
   """Returns the arrays of a batch as the loss needs them, without sequences: [0, T]."""
   arrays: Arrays = {name: np.zeros((0, seq_len), np.int32) for name in _NAMES}
-  return arrays | {name: np.zeros((0, seq_len), np.float32) for name in _OF_LOSS}
+  names = (*_OF_LOSS, *(_OF_VALUES if with_values else ()))
+  return arrays | {name: np.zeros((0, seq_len), np.float32) for name in names}
 
 
 def decoded(answers: Sequence[Answer], data: Prompts) -> list[tuple[str, Mapping[str, Any]]]:

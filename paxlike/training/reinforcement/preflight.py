@@ -3,7 +3,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 
 from paxlike.data.tuning.prompts import Prompts
@@ -12,8 +11,9 @@ from paxlike.inference.sampling import Sampling
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.reward_model import RewardModel
-from paxlike.training.objectives import Grpo
+from paxlike.training.objectives import Grpo, OnPolicyGkd, Ppo
 from paxlike.training.pipeline_loss import pipeline_of
+from paxlike.training.reinforcement.values import Gae
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
@@ -27,18 +27,34 @@ def check(trainer: "Trainer"):
   """
   how, data = trainer.rollouts, trainer.data
   assert how is not None
-  if not isinstance(trainer.objective, Grpo) or not isinstance(data, Prompts):
+  if not isinstance(trainer.objective, Grpo | OnPolicyGkd) or not isinstance(data, Prompts):
     raise UserError(
-      "rollouts need the objective Grpo and Prompts as training data: see experiments/"
-      "reinforcement.py."
+      "rollouts need the objective Grpo or OnPolicyGkd, and Prompts as training data: see"
+      " experiments/reinforcement.py and distillation.py."
     )
   check_passes(trainer, trainer.objective.sampling)
   if how.num_given < how.num_prompts:
     raise UserError(
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} is less than PROMPTS_PER_STEP={how.num_prompts}."
     )
-  if how.group_size < 2:
+  if how.behind and how.most_prompts is not None:
+    raise UserError(
+      f"MAX_PROMPTS_PER_STEP={how.most_prompts} replaces prompts by their rewards, for which"
+      " ROLLOUTS_BEHIND=1 does not wait: leave one of them out."
+    )
+  has_values, has_head = isinstance(how.advantages, Gae), trainer.model.value_head is not None
+  if not has_values == has_head == isinstance(trainer.objective, Ppo):
+    raise UserError(
+      "advantages by Gae, the objective Ppo and the model's value_head need each other: set"
+      " ADVANTAGES=gae."
+    )
+  if how.group_size < 2 and not has_values and isinstance(trainer.objective, Grpo):
     raise UserError("GROUP_SIZE=1: advantages compare answers to the same prompt; use 2 or more.")
+  if how.group_size < 2 and how.most_prompts is not None:
+    raise UserError(
+      "MAX_PROMPTS_PER_STEP replaces prompts whose answers all have the same reward, as with"
+      " GROUP_SIZE=1 all do: leave it out, or use 2 or more."
+    )
   if data.max_tokens + how.max_new_tokens > data.seq_len + 1:
     raise UserError(
       f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"
@@ -65,7 +81,6 @@ def check_passes(trainer: "Trainer", sampling: Sampling):
     "REPEAT_STEP_EVERY": trainer.repeat_step_every,
     "ON_SPIKE=rollback": trainer.optimizer.rolls_back,
     "NUM_STAGES": pipeline_of(trainer.definition) is not None,
-    "several processes": jax.process_count() > 1,
     "Z_LOSS and LABEL_SMOOTHING": trainer.model.z_loss or trainer.model.label_smoothing,
     "--compiled_step": trainer.execution.compiled_step is not None,
     "dropout": any(isinstance(one, Dropout) and one.rate for one in modules),

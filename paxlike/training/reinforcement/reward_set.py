@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from paxlike.config import ranges
@@ -17,6 +16,7 @@ from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
 from paxlike.rewards.pool import RewardPool
 from paxlike.training.evaluation import EvalSet, Result, Stopped, result
+from paxlike.training.reinforcement import shared_rewards
 from paxlike.training.reinforcement.answers import Answer, decoded
 from paxlike.training.reinforcement.drafts import Drafter
 
@@ -76,15 +76,12 @@ class RewardEvaluator:
     self, params: Params, *, name: str = "", stops: Callable[[], bool] = lambda: False
   ) -> Result:
     """Returns the mean reward of the answers of a model; see `Evaluator.run`."""
-    if jax.process_count() > 1:
-      raise UserError(f"the eval set {name} samples answers, which needs a single process.")
     phases.enter("eval", name)
     answers = self._answers(params, stops)
     how, given = self._set, decoded(answers, self._data)
     pool = RewardPool(how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds)
-    phases.enter("reward")
     with pool:
-      rewards = np.array([one.total for one in pool(given)])
+      rewards = np.array([one.total for one in shared_rewards.begin(pool, given)()])
     sizes, ones = np.array([len(a.tokens) for a in answers], np.float64), np.ones(len(answers))
     sums = {
       "num_predictions": (sizes, ones),

@@ -19,6 +19,7 @@ import numpy as np
 from paxlike.data.dataset import Arrays
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.processes import phases
+from paxlike.processes.host_collectives import fetched
 from paxlike.training.forward_backward import Forward, ForwardBackward
 from paxlike.training.gradients import Constants, Differentiated
 from paxlike.training.reinforcement.answers import Answer, Packed, pack
@@ -66,36 +67,51 @@ class Sampler:
     self._drafter.load(weights.trained | constants.frozen | weights.extra)
     self.redrawn = self.unsettled = 0
     collections.deque(self._drafter.draft(answers), maxlen=0)
+    pending = list(answers)
     for number in range(MOST_ROUNDS + 1):
-      packed = pack(
-        answers,
-        batch_size=self._placer.batch_size,
-        seq_len=self._seq_len,
-        max_segments=self._placer.max_segments,
-      )
+      is_last = number == MOST_ROUNDS
+      if is_last or not pending:
+        pending = list(answers)
+      packed = self.packed(pending)
       results = [self.score(prepared, batch) for batch in packed.batches]
-      drawn = packed.collect([np.asarray(result.scores.drawn_BT) for result in results])
+      drawn = packed.collect(fetched([result.scores.drawn_BT for result in results]))
       others = [
         (answer, int(np.flatnonzero(tokens != answer.tokens)[0]), tokens)
-        for answer, tokens in zip(answers, drawn, strict=True)
+        for answer, tokens in zip(pending, drawn, strict=True)
         if not np.array_equal(tokens, answer.tokens)
       ]
-      if not others or number == MOST_ROUNDS:
+      if is_last or (not others and len(pending) == len(answers)):
         self.unsettled = len(others)
         break
       for answer, first, tokens in others:
         self._drafter.cut(answer, first, int(tokens[first]))
       self.redrawn += len(others)
-      collections.deque(self._drafter.draft([answer for answer, *_ in others]), maxlen=0)
-    found = packed.collect([np.asarray(r.scores.log_probabilities_BT) for r in results])
+      # Those that stand are drawn again at the end, in the batches that are trained.
+      pending = [answer for answer, *_ in others]
+      collections.deque(self._drafter.draft(pending), maxlen=0)
+    scores = [result.scores for result in results]
+    found = packed.collect(fetched([one.log_probabilities_BT for one in scores]))
     for answer, log_probabilities in zip(answers, found, strict=True):
       answer.log_probabilities = log_probabilities
+    if scores and scores[0].values_BT is not None:
+      values = packed.collect(fetched([one.values_BT for one in scores]))
+      for answer, of_answer in zip(answers, values, strict=True):
+        answer.values = of_answer
     return packed, results
+
+  def packed(self, answers: Sequence[Answer]) -> Packed:
+    """Returns answers as batches."""
+    return pack(
+      answers,
+      batch_size=self._placer.batch_size,
+      seq_len=self._seq_len,
+      max_segments=self._placer.max_segments,
+    )
 
   def score(self, prepared: tuple[Differentiated, Constants], batch: Arrays) -> Forward:
     """Returns the result of a forward pass without residuals, which take memory."""
     phases.enter("sample" if self._is_compiled else "compile")
-    result = self._passes.forward(*prepared, self._placer.put(batch))._replace(residuals=None)
+    result = self._passes.forward(*prepared, self._placer.put_whole(batch))._replace(residuals=None)
     jax.block_until_ready(result.scores)
     self._is_compiled = True
     return result

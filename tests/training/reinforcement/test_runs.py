@@ -2,12 +2,15 @@
 """Runs of reinforcement learning: they learn, resume exactly, and refuse what they cannot do."""
 
 import json
+import socket
 
 import numpy as np
 import pytest
-from helpers.program import curve, run
+from helpers.program import finish, run, start
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.convert.main import run as convert
+from paxlike.convert.safetensors_files import TensorFolder
 from paxlike.training.reinforcement.policy_training import PolicyTraining
 
 TASK = """
@@ -37,6 +40,8 @@ class Letters(PromptFiles, Llama):
   MAX_STEPS = 6
 """
 
+PPO = ("--fdl.ADVANTAGES=gae",)
+
 REWARD = """
 def letters(answer, record):
   small = sum(one.islower() for one in answer) / 6
@@ -46,7 +51,7 @@ def letters(answer, record):
 
 @pytest.fixture
 def letters(tmp_path, monkeypatch):
-  """Runs the experiment above."""
+  """Runs the experiment above; its files are in `tmp_path`."""
   (tmp_path / "letters_task.py").write_text(TASK)
   (tmp_path / "letters_reward.py").write_text(REWARD)
   monkeypatch.syspath_prepend(str(tmp_path))
@@ -132,18 +137,60 @@ def test_prompts_of_which_nothing_is_learned_are_replaced(letters, tmp_path, mon
     np.testing.assert_allclose(record["equal_groups_fraction"], share, rtol=1e-6)
 
 
+# Metrics of time and memory.
+TIMED = ("time", "second", "flops", "memory", "bytes")
+
+
 @pytest.mark.slow
-def test_resuming_is_exact(letters, tmp_path):
-  more = ("--fdl.KL_BETA=0.1", "--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer")
-  more += ("--fdl.UPDATES_PER_STEP=2", "--fdl.MAX_PROMPTS_PER_STEP=3")
+@pytest.mark.parametrize(
+  "more",
+  [
+    ("--fdl.ADVANTAGES=rloo", "--fdl.LOSS_PER=answer", "--fdl.MAX_PROMPTS_PER_STEP=3"),
+    (*PPO, "--fdl.VALUE_CLIP=0.1", "--fdl.ROLLOUTS_BEHIND=1", "--fdl.IMPORTANCE_CAP=1.5"),
+  ],
+)
+def test_resuming_is_exact(letters, tmp_path, more):
+  more += ("--fdl.KL_BETA=0.1", "--fdl.UPDATES_PER_STEP=2")
   assert letters("whole", *more) == 0
   for steps in (2, 6):
     assert letters("parts", *more, f"--fdl.num_steps={steps}") == 0
-  assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+  whole, parts = (
+    [{n: x for n, x in one.items() if not any(t in n for t in TIMED)} for one in rewards(folder)]
+    for folder in (tmp_path / "whole", tmp_path / "parts")
+  )
+  assert parts == whole
   expected, got = (final_state(tmp_path / name, 6) for name in ("whole", "parts"))
   assert expected.keys() == got.keys()
   for name, value in expected.items():
     assert np.asarray(value).tobytes() == np.asarray(got[name]).tobytes(), name
+
+
+@pytest.mark.slow
+def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
+  letters, tmp_path, capsys
+):
+  short = (*PPO, "--fdl.MAX_STEPS=2", f"--fdl.EVAL_DATA_PATH={tmp_path / 'prompts.jsonl'}")
+  restored = f"--fdl.CHECKPOINT_RESTORE_PATH={tmp_path / 'base'}"
+  tuned = (*short, restored, "--fdl.USE_LORA=True", "--fdl.KL_BETA=0.1")
+  assert letters("base", *short) == 0
+  assert letters("tuned", *tuned) == 0
+  first, last = rewards(tmp_path / "tuned")
+  assert first["reference_kl"] == 0 != last["reference_kl"]  # The reference is the base.
+  assert first["log_probability_gap"] == last["log_probability_gap"] == 0
+  weights = final_state(tmp_path / "tuned", 2)
+  trained = {name for name in weights if name.startswith("params.") and ".lora." not in name}
+  assert trained == {"params.value_head.w"}
+  assert np.abs(weights["params.value_head.w"]).max() > 0
+  assert letters("base", *short, "--mode=eval") == 0
+  assert letters("tuned", *tuned, "--mode=decode", "--prompt=say a", "--max_new_tokens=2") == 0
+  assert letters("grpo", "--fdl.MAX_STEPS=1", restored) == 0
+  capsys.readouterr()
+  for name in ("base", "tuned"):
+    folder = tmp_path / f"{name}_hf"
+    given = ("--from=paxlike", f"--path={tmp_path / name}", f"--to={folder}")
+    assert convert([*given, "--fdl_allow_modules=letters_task"]) == 0
+    assert "the value head is left out: only training uses it" in capsys.readouterr().out
+    assert not any("value" in tensor for tensor in TensorFolder(folder).specs)
 
 
 @pytest.mark.slow
@@ -153,7 +200,13 @@ def test_resuming_is_exact(letters, tmp_path):
     (("--fdl.REWARD=letters_reward.no",), "REWARD=letters_reward.no cannot be imported"),
     (("--fdl.MAX_NEW_TOKENS=20",), "MAX_NEW_TOKENS=20 exceed MAX_SEQ_LEN=24"),
     (("--fdl.GROUP_SIZE=1",), "GROUP_SIZE=1: advantages compare"),
+    (("--fdl.KL_IN=reward", "--fdl.KL_BETA=0.1"), "KL_IN=reward gives each token a reward"),
+    (("--fdl.VALUE_CLIP=0.2",), "VALUE_CLIP has no effect"),
+    ((*PPO, "--fdl.model.value_head=None"), "need each other: set ADVANTAGES=gae"),
+    ((*PPO, "--fdl.GROUP_SIZE=1", "--fdl.MAX_PROMPTS_PER_STEP=3"), "as with GROUP_SIZE=1 all do"),
+    ((*PPO, "--fdl.GAE_LAMBDA=1.5"), "GAE_LAMBDA"),
     (("--fdl.MAX_PROMPTS_PER_STEP=1",), "MAX_PROMPTS_PER_STEP=1 is less than PROMPTS_PER_STEP=2"),
+    (("--fdl.MAX_PROMPTS_PER_STEP=3", "--fdl.ROLLOUTS_BEHIND=1"), "does not wait: leave one"),
     (("--fdl.GRADIENT_ACCUMULATION_STEPS=2",), "GRADIENT_ACCUMULATION_STEPS: not supported"),
     (("--fdl.PROMPT_FIELD=question",), "no prompt, a text or messages, in the field question"),
     (("--fdl.MAX_PROMPT_TOKENS=3",), "each of its 5 prompts has more than 3 tokens"),
@@ -170,3 +223,76 @@ def test_what_cannot_be_trained_is_said_in_a_line(letters, tmp_path, capsys, fla
   error = capsys.readouterr().err
   assert message in error and "Traceback" not in error
   assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+UNSURE = """
+import os, pathlib, time
+
+def unsure(answer, record):
+  if os.path.exists("fail"):
+    raise ValueError(f"no reward for {record['answer']}")
+  try:
+    pathlib.Path("slept").mkdir()  # In one of the processes.
+    time.sleep(60)
+  except FileExistsError:
+    return os.urandom(1)[0]
+"""
+
+
+def job(folder, *more, count):
+  """Runs the experiment on two devices of one or two processes; returns the status and errors."""
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    port = probe.getsockname()[1]
+  together = (f"--server_addr=localhost:{port}", f"--num_hosts={count}")
+  flags = ("--fdl_config=letters_task.Letters", "--fdl.DATA_PATH=prompts.jsonl", *more)
+  processes = [
+    start(
+      *(*flags, f"--num_cpu_devices={2 // count}", f"--job_log_dir={folder}"),
+      *((*together, f"--host_idx={index}") if count > 1 else ()),
+      cwd=folder.parent,
+    )
+    for index in range(count)
+  ]
+  return [(status, err) for status, _, err in map(finish, processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("letters")
+def test_two_processes_take_the_steps_of_one_and_resume(tmp_path):
+  evaluated = ("--fdl.EVAL_DATA_PATH=prompts.jsonl", "--fdl.MAX_PROMPTS_PER_STEP=3")
+  flags = ("--fdl.ICI_MESH_SHAPE=[1,2,1]", *evaluated)
+  assert job(tmp_path / "one", *flags, "--fdl.num_steps=4", count=1)[0][0] == 0
+  flags = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[1,2,1]", *evaluated)
+  for steps in (2, 4):
+    for status, err in job(tmp_path / "two", *flags, f"--fdl.num_steps={steps}", count=2):
+      assert status == 0, err
+  one, two = (rewards(tmp_path / name) for name in ("one", "two"))
+  assert len(one) == len(two) == 4
+  for mine, other in zip(two, one, strict=True):
+    for name in ("loss", "grad_norm", "reward", "entropy", "answer_tokens", "reward/small"):
+      np.testing.assert_allclose(mine[name], other[name], rtol=1e-5, atol=1e-7)
+    assert mine["log_probability_gap"] == 0
+  found = [
+    json.loads(next((tmp_path / name / "eval_out").rglob("*4.json")).read_text())["reward"]
+    for name in ("one", "two")
+  ]
+  assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("letters")
+def test_processes_agree_on_random_rewards_and_time_outs_and_end_on_the_same_error(tmp_path):
+  (tmp_path / "unsure_reward.py").write_text(UNSURE)
+  flags = ("--fdl.ICI_MESH_SHAPE=[1,1,1]", "--fdl.DCN_MESH_SHAPE=[2,1,1]")
+  flags += ("--fdl.REWARD=unsure_reward.unsure", "--fdl.REWARD_SECONDS=1")
+  flags += ("--fdl.CHECK_REPLICAS_EVERY=1", "--fdl.ROLLOUTS_BEHIND=1")
+  for status, err in job(tmp_path / "run", *flags, "--fdl.num_steps=2", count=2):
+    assert status == 0, err
+  assert [one["reward_timeouts"] for one in rewards(tmp_path / "run")] == [1, 0]
+  (tmp_path / "fail").touch()
+  for status, err in job(tmp_path / "run", *flags, "--fdl.num_steps=4", count=2):
+    assert status == 2, err
+    assert "paxlike: the reward unsure_reward.unsure: " in err and "no reward for" in err
+    assert "Traceback" not in err
+  assert Checkpoints(tmp_path / "run" / "checkpoints", keep=None).steps() == [2]

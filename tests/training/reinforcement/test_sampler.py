@@ -12,7 +12,7 @@ from paxlike.devices.mesh import MeshSpec
 from paxlike.inference.sampling import Sampling
 from paxlike.training import train_state
 from paxlike.training.forward_backward import ForwardBackward
-from paxlike.training.objectives.policy import token_scores
+from paxlike.training.objectives.policy import Outputs, token_scores
 from paxlike.training.reinforcement.answers import Answer, pack
 from paxlike.training.reinforcement.drafts import Drafter
 from paxlike.training.reinforcement.sampler import Sampler
@@ -115,7 +115,7 @@ def test_two_programs_have_the_gradients_of_one():
     state = train_state.create(definition, ADAMW, devices, seed=0)
     weights, constants = passes.prepare(state)
     result = passes.forward(weights, constants, batch)
-    gradients = passes.backward(result, factors_BT)
+    gradients = passes.backward(result, Outputs(factors_BT, None))
 
     def loss(params):
       scores, _ = token_scores(definition.bind(params), batch, None, SAMPLING)
@@ -125,7 +125,7 @@ def test_two_programs_have_the_gradients_of_one():
     norms = {name: float(jnp.abs(g).max()) for name, g in expected.items()}
     for name, g in gradients.trained.items():
       np.testing.assert_allclose(g, expected[name], rtol=1e-5, atol=1e-6 * norms[name])
-    total = passes.accumulate(None, passes.backward(result, factors_BT))
+    total = passes.accumulate(None, passes.backward(result, Outputs(factors_BT, None)))
     total = passes.accumulate(total, gradients)
     np.testing.assert_allclose(
       total.trained["embedding.table"], 2 * expected["embedding.table"], rtol=1e-5, atol=1e-6

@@ -42,7 +42,7 @@ class Small(PromptFiles, Llama):
   FPROP_DTYPE = "float32"
   PERCORE_BATCH_SIZE = 0.5
   ICI_MESH_SHAPE = (2, 2, 2)
-  LEARNING_RATE = 0.01
+  LEARNING_RATE = 0.003
   LR_SCHEDULE = "constant"
   WEIGHT_DECAY = 0.0
   ADAM_BETA2 = 0.999
@@ -67,32 +67,63 @@ def vowels(answer, record):
 @pytest.fixture
 def answers(monkeypatch):
   """The answers of each step of the run."""
-  steps, rollout = [], PolicyTraining._rollout
+  steps = []
 
-  def recorded(self, *args):
-    found = rollout(self, *args)
-    steps.append(found[0])
-    return found
+  def record(name):
+    rollout = getattr(PolicyTraining, name)
 
-  monkeypatch.setattr(PolicyTraining, "_rollout", recorded)
+    def recorded(self, *args):
+      found = rollout(self, *args)
+      steps.append(found[0])
+      return found
+
+    monkeypatch.setattr(PolicyTraining, name, recorded)
+
+  record("_rollout")
+  record("_rollout_ahead")
   return steps
 
 
-def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str, float]]:
-  """Returns loss, gradient norm and KL of each update on these answers."""
-  import datasets
-  import transformers
-  import trl
+def recording_trainer(shown: list[dict[str, float]], *, behind: bool, cap: float | None) -> Any:
+  """Returns TRL's trainer, which adds loss, gradient norm and KL of each update to `shown`.
 
-  shown: list[dict[str, float]] = []
+  If `behind`, the weights that have sampled the answers are those that it had a step before, and
+  `cap` is its cap of truncated importance sampling.
+  """
+  import torch
+  import trl
 
   library: Any = trl
 
   class Exact(library.GRPOTrainer):
     """Keeps losses and norms as they are: those that are logged are rounded."""
 
+    before: Any = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+      output = super()._generate_and_score_completions(inputs)
+      if behind:
+        now = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        old, current = self._scores(self.before or now, output), self._scores(now, output)
+        output["old_per_token_logps"] = old if cap is None else current
+        output["importance_sampling_ratio"] = torch.exp(current - old).clamp(max=cap or 1.0)
+        self.before = now
+      return output
+
+    @torch.no_grad()
+    def _scores(self, weights: Any, output: Any) -> Any:
+      self.model.load_state_dict(weights)
+      ids, masks = (
+        torch.cat([output[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
+        for name in ("ids", "mask")
+      )
+      size = output["completion_ids"].shape[1]
+      return self._get_per_token_logps_and_entropies(self.model, ids, masks, size)[0]
+
     def compute_loss(self, *args: Any, **more: Any) -> Any:
+      self.use_vllm = cap is not None  # Its correction is for answers that vLLM sampled.
       loss = super().compute_loss(*args, **more)
+      self.use_vllm = False
       shown.append({"loss": float(loss)})
       return loss
 
@@ -102,6 +133,19 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
         shown[-1] |= {"grad_norm": float(logs["grad_norm"]), "kl": kl}
       super().log(logs, *args, **more)
 
+  return Exact
+
+
+def trl_steps(
+  folder, steps, out, *, updates: int, behind: bool, cap: float | None, **how: Any
+) -> list[dict[str, float]]:
+  """Returns loss, gradient norm and KL of each update on these answers."""
+  import datasets
+  import transformers
+  import trl
+
+  library: Any = trl
+  shown: list[dict[str, float]] = []
   left = list(steps)
   rewards: list[float] = []
 
@@ -114,7 +158,7 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
       "logprobs": None,
     }
 
-  trainer = Exact(
+  trainer = recording_trainer(shown, behind=behind, cap=cap)(
     model=transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
     reward_funcs=lambda **unused: list(rewards),
     rollout_func=rollout,
@@ -129,7 +173,7 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
       max_completion_length=TOKENS,
       max_steps=STEPS * updates,
       num_iterations=updates,
-      learning_rate=0.01,
+      learning_rate=0.003,
       lr_scheduler_type="constant",
       max_grad_norm=1.0,
       beta=0.05,
@@ -150,14 +194,18 @@ def trl_steps(folder, steps, out, *, updates: int, **how: Any) -> list[dict[str,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-  "loss_per, advantages, updates, how",
+  "loss_per, advantages, updates, behind, cap, how",
   [
-    ("token", "grpo", 2, {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
-    ("answer", "grpo", 1, {"loss_type": "grpo", "scale_rewards": "group"}),
-    ("limit", "dr_grpo", 1, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    ("token", "grpo", 2, 0, None, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    ("answer", "grpo", 1, 0, None, {"loss_type": "grpo"}),
+    ("limit", "dr_grpo", 1, 0, None, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    ("token", "grpo", 2, 1, None, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    ("answer", "grpo", 1, 1, 1.2, {"loss_type": "grpo"}),
   ],
 )
-def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advantages, updates, how):
+def test_steps_are_those_of_trl(
+  tmp_path, monkeypatch, answers, loss_per, advantages, updates, behind, cap, how
+):
   import torch
   import transformers
 
@@ -182,11 +230,13 @@ def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advant
     f"--fdl.ADVANTAGES={advantages}",
     f"--job_log_dir={tmp_path / 'run'}",
     *(("--fdl.UPDATES_PER_STEP=2", "--fdl.CLIP_HIGH=0.28") if updates == 2 else ()),
+    *((f"--fdl.ROLLOUTS_BEHIND={behind}", f"--fdl.IMPORTANCE_CAP={cap}") if behind else ()),
   )
   assert run(*given) == 0
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   ours = [one for line in lines if (one := json.loads(line))["kind"] == "train"]
-  each = trl_steps(source, answers, tmp_path / "trl", updates=updates, **how)
+  out = tmp_path / "trl"
+  each = trl_steps(source, answers, out, updates=updates, behind=bool(behind), cap=cap, **how)
   assert len(ours) == len(answers) == STEPS
   theirs = [
     {name: np.mean([one[name] for one in each[at : at + updates]]) for name in each[at]}
@@ -199,3 +249,8 @@ def test_steps_are_those_of_trl(tmp_path, monkeypatch, answers, loss_per, advant
     np.testing.assert_allclose(mine["reference_kl"], other["kl"], rtol=2e-4, atol=1e-6)
   assert ours[-1]["reference_kl"] > 0.01
   assert (max(mine["clipped_fraction"] for mine in ours) > 0) == (updates > 1)
+  if behind:
+    assert [mine["staleness"] for mine in ours] == [0, *[updates] * (STEPS - 1)]
+    assert ours[0]["ratio_max"] == 1 < ours[1]["ratio_max"]
+  if cap is not None:
+    assert ours[0]["importance_capped_fraction"] == 0 < ours[1]["importance_capped_fraction"]
