@@ -103,7 +103,8 @@ class Indexer(module.Module):
     """Returns int32 [B, T, K]: the places in the sequence of the tokens selected for each query.
 
     They are among the tokens of its segment that are not after it. K is `top_k`, or S if that is
-    less; places beyond the number of these tokens are -1. There is no gradient.
+    less; places beyond the number of these tokens are -1. Of tokens with equal scores, the first
+    are selected. There is no gradient.
 
     Scores are computed a chunk of queries at a time, and the queries of a sequence are sharded over
     the axis `tensor`, too.
