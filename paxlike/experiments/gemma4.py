@@ -1,59 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense text model of Gemma 4 (Gemma Team, 2026), of which 31B is published.
+"""The text models of Gemma 4 (Gemma Team, 2026): 31B, 12B, 26B-A4B, E2B and E4B.
 
-Five local layers per global one, which is also the last. Queries, keys and values are normalized;
-logits are not scaled. Global layers have wider and fewer heads, their values are their keys, and
-they rotate a quarter of the pairs of dims. A stored factor multiplies the output of each block.
+Four or five local layers per global one, which is also the last. Queries, keys and values are
+normalized; logits are not scaled. Global layers have wider heads, whose values are their keys in
+the larger models, and rotate a quarter of the pairs of dims. A stored factor multiplies the output
+of each block.
 
-Refused, by the key of `config.json`: the embeddings per layer and the layers that share keys and
-values of E2B and E4B (hidden_size_per_layer_input, num_kv_shared_layers), and the experts of
-26B-A4B (enable_moe_block).
+26B-A4B has experts beside the MLP of each layer. In E2B and E4B, the later layers attend to the
+keys and values of earlier ones, and every layer has an embedding of the tokens of its own.
 """
-
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints import hf_keys
-from paxlike.checkpoints.hf_rope import HfRope
-from paxlike.checkpoints.hf_rules import Same
 from paxlike.config import ranges
 from paxlike.errors import UserError
-from paxlike.experiments import datasets
+from paxlike.experiments import datasets, gemma4_hf
 from paxlike.experiments.gemma import Gemma
+from paxlike.experiments.moe import Moe
 from paxlike.registry import register
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-# Kind of layer -> its type of rotary positions, and key -> (knob, default).
-_ROPES: dict[str, tuple[str, dict[str, tuple[str, float]]]] = {
-  _GLOBAL: (
-    "proportional",
-    {"partial_rotary_factor": ("ROPE_SHARE", 0.25), "rope_theta": ("ROPE_THETA", 1_000_000.0)},
-  ),
-  _LOCAL: ("default", {"rope_theta": ("LOCAL_ROPE_THETA", 10_000.0)}),
-}
-_WITH_IMAGES = hugging_face.Wrapper(
-  model_type="gemma4",
-  neutral=frozenset(
-    {"vision_config", "audio_config", "image_token_id", "video_token_id", "audio_token_id"}
-    | {"boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"}
-  ),
-  fixed={},
-  renamed={"model.language_model.": "model."},
-  dropped=r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*",
-)
 
-
-class Gemma4(Gemma):
-  """Dense text models of Gemma 4. DIMS_PER_HEAD and NUM_KV_HEADS are those of local layers."""
+class Gemma4(Moe, Gemma):
+  """Text models of Gemma 4. DIMS_PER_HEAD and NUM_KV_HEADS are those of local layers."""
 
   VOCAB_SIZE = 262_144
   MAX_SEQ_LEN = 262_144
   ROPE_THETA = 1_000_000.0
+  GLOBAL_EVERY: ranges.Depth = 6  #: One layer in this many, the last of them, is global.
   WINDOW: ranges.Positive = 1024  #: Attention window of local layers, including the current token.
   LOCAL_ROPE_THETA: ranges.Base = 10_000.0  #: ROPE_THETA of local layers.
   ROPE_SHARE: ranges.Share = 0.25  #: Share of the pairs of dims that global layers rotate.
@@ -61,24 +36,90 @@ class Gemma4(Gemma):
   #: Number of KV heads of global layers. None: NUM_KV_HEADS.
   NUM_GLOBAL_KV_HEADS: ranges.Size | None = None
   USE_KEYS_AS_VALUES: bool = True  #: Whether the values of global layers are their keys.
+  #: Layers with keys and values of their own, the first ones; later layers attend to those of the
+  #: last of these that is local, or global, as they are. None: all.
+  NUM_KV_LAYERS: ranges.Depth | None = None
+  USE_DOUBLE_WIDE_MLP: bool = False  #: 2 x HIDDEN_DIMS in layers after the first NUM_KV_LAYERS.
+  #: Width of the embedding of each token for each layer. 0: there is none.
+  PER_LAYER_DIMS: ranges.NonNegative = 0
+  NUM_EXPERTS: ranges.NonNegative = 0  #: Experts per layer, beside its MLP. 0: none.
+  NUM_EXPERTS_PER_TOKEN: ranges.NonNegative = 0  #: Experts per token.
+  BALANCE_LOSS_WEIGHT = 0.001
   LOGITS_SOFT_CAP: ranges.Cap | None = 30.0  #: Soft cap of output logits.
 
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
     model.soft_cap = self.LOGITS_SOFT_CAP
+    if self.PER_LAYER_DIMS:
+      model.layer_inputs = fdl.Partial(
+        layers.PerLayerEmbedding,
+        width=self.PER_LAYER_DIMS,
+        init=self.init(),
+        projection=self.linear("layer_projection"),
+        norm=self.norm(),
+      )
     return model
 
   def norm(self) -> fdl.Partial:
     return fdl.Partial(layers.RmsNorm, epsilon=self.NORM_EPSILON)
 
   def stack(self) -> fdl.Partial[layers.Stack]:
+    own, double = self.NUM_KV_LAYERS or self.NUM_LAYERS, self.USE_DOUBLE_WIDE_MLP
+    if own < self.NUM_LAYERS:
+      return self._sharing_stack(own, double=double)
     stack = super().stack()
     if rest := list(getattr(stack, "epilogue", ())):
       stack.epilogue = [*rest[:-1], self.block()]
     return stack
 
+  def _sharing_stack(self, own: int, *, double: bool) -> fdl.Partial[layers.Stack]:
+    """Returns layers of which the first `own` have keys and values of their own.
+
+    Raises:
+      UserError: None of these is local, or global, and a later one is.
+    """
+    every, count = self._period(), self.NUM_LAYERS
+    kinds = [gemma4_hf.kind(layer, every) for layer in range(count - 1)] + [gemma4_hf.GLOBAL]
+    if lacking := set(kinds) - set(kinds[:own]):
+      raise UserError(
+        f"NUM_KV_LAYERS={own}: none of these layers has {lacking.pop()}, of which later layers"
+        f" would need keys and values; GLOBAL_EVERY={every}."
+      )
+    prologue = [self._layer(kind) for kind in kinds[:own]]
+    for kind in set(kinds):
+      last = own - 1 - kinds[:own][::-1].index(kind)
+      fdl.update_callable(prologue[last].attention, layers.KvSource)
+
+    def reader(kind: str) -> fdl.Partial[layers.Block]:
+      block = self._layer(kind)
+      attention, mlp = block.attention, block.mlp
+      attention.key = attention.value = attention.value_norm = None
+      if double:
+        dense = mlp.shared if self.NUM_EXPERTS else mlp
+        dense.hidden_dim = 2 * dense.hidden_dim
+      return block
+
+    repeats, rest = divmod(count - own, every)
+    if not rest and count % every:  # The last repeat ends with another kind.
+      repeats, rest = repeats - 1, every
+    return fdl.Partial(
+      layers.Stack,
+      prologue=prologue,
+      pattern=[reader(gemma4_hf.kind(layer, every)) for layer in range(own, own + every)],
+      repeats=repeats,
+      epilogue=[reader(kind) for kind in kinds[count - rest :]],
+    )
+
   def pattern(self) -> list[fdl.Partial[layers.Block]]:
-    return [*(self.local_block() for _ in range(5)), self.block()]
+    every = self._period()
+    return [self._layer(gemma4_hf.kind(layer, every)) for layer in range(every)]
+
+  def _period(self) -> int:
+    """Returns GLOBAL_EVERY, or the number of layers if there are fewer: the last one is global."""
+    return min(self.GLOBAL_EVERY, self.NUM_LAYERS)
+
+  def _layer(self, kind: str) -> fdl.Partial[layers.Block]:
+    return self.block() if kind == gemma4_hf.GLOBAL else self.local_block()
 
   def block(self) -> fdl.Partial[layers.Block]:
     block = self.local_block()
@@ -98,6 +139,14 @@ class Gemma4(Gemma):
     block.output_scale = fdl.Partial(layers.constant, value=1.0)
     block.attention.window = self.WINDOW
     block.attention.rope = fdl.Partial(layers.Rope, theta=self.LOCAL_ROPE_THETA)
+    if self.PER_LAYER_DIMS:
+      block.per_layer_input = fdl.Partial(
+        layers.PerLayerInput,
+        width=self.PER_LAYER_DIMS,
+        gate=self.linear("layer_gate"),
+        output=self.linear("layer_output"),
+        norm=self.norm(),
+      )
     return block
 
   def attention(self) -> fdl.Partial[layers.Attention]:
@@ -106,6 +155,16 @@ class Gemma4(Gemma):
     attention.value_norm = fdl.Partial(layers.UnscaledRmsNorm, epsilon=self.NORM_EPSILON)
     attention.scale = 1.0
     return attention
+
+  def mlp(self) -> fdl.Partial:
+    if not self.NUM_EXPERTS:
+      return self.dense_mlp()
+    moe = super().mlp()
+    moe.shared = self.dense_mlp()
+    moe.branch_norm, moe.router_norm = self.norm(), self.norm()
+    moe.router.scale = self.MODEL_DIMS**-0.5
+    moe.expert_scale = fdl.Partial(layers.constant, value=1.0)
+    return moe
 
   def rope(self) -> fdl.Partial[layers.Rope]:
     rope = super().rope()
@@ -116,127 +175,15 @@ class Gemma4(Gemma):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
-    at = "model.layers.{}"
-    return dataclasses.replace(
-      family,
-      model_type="gemma4_text",
-      architecture="Gemma4ForCausalLM",
-      knobs={
-        **family.knobs,
-        "sliding_window": "WINDOW",
-        "final_logit_softcapping": "LOGITS_SOFT_CAP",
-        "global_head_dim": "DIMS_PER_GLOBAL_HEAD",
-        "num_global_key_value_heads": "NUM_GLOBAL_KV_HEADS",
-        "attention_k_eq_v": "USE_KEYS_AS_VALUES",
-      },
-      defaults={
-        "vocab_size": 262_144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "sliding_window": 512,
-        "final_logit_softcapping": None,
-        "global_head_dim": 512,
-        "num_global_key_value_heads": None,
-        "attention_k_eq_v": False,
-        "hidden_size_per_layer_input": 256,
-      },
-      nullable=frozenset({"final_logit_softcapping", "num_global_key_value_heads"}),
-      fixed={
-        "hidden_activation": hf_keys.GELU_TANH,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
-        "use_bidirectional_attention": (None, "vision"),  # Tokens of images attend to each other.
-      },
-      neutral=frozenset(
-        {"vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts", "top_k_experts"}
-        | {"moe_intermediate_size", "expert_intermediate_size"}
-      ),
-      rewritten=_without_layers,
-      layer_types=(*[_LOCAL] * 5, _GLOBAL),
-      last_type=_GLOBAL,
-      rope=_Rope(),
-      rules={
-        **family.rules,
-        "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
-        "stack.{}.mlp_norm.scale": Same(f"{at}.pre_feedforward_layernorm.weight"),
-        "stack.{}.mlp_post_norm.scale": Same(f"{at}.post_feedforward_layernorm.weight"),
-        "stack.{}.output_scale": Same(f"{at}.layer_scalar"),
-      },
-      wrapper=_WITH_IMAGES,
-    )
+    return gemma4_hf.family(super().hugging_face())
 
 
-class _Rope(HfRope):
-  """Rotary positions of each kind of layer."""
+class Gemma4Unified(Gemma4):
+  """Gemma 4 12B, which Hugging Face has as a model of its own."""
 
-  @property
-  def keys(self) -> frozenset[str]:
-    return frozenset({"rope_parameters"})
-
-  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    given = config.get("rope_parameters")
-    if given is None:
-      return {knob: default for _, keys in _ROPES.values() for knob, default in keys.values()}
-    if not isinstance(given, Mapping) or given.keys() != _ROPES.keys():
-      raise UserError(f"rope_parameters is {given!r}; expected those of {' and '.join(_ROPES)}.")
-    knobs = {}
-    for kind, (wanted, keys) in _ROPES.items():
-      rope = given[kind]
-      if not isinstance(rope, Mapping) or rope.get("rope_type") != wanted:
-        raise UserError(f"rope_parameters of {kind} is {rope!r}: its rope_type is not {wanted!r}.")
-      if strange := sorted(rope.keys() - keys.keys() - {"rope_type"}):
-        raise UserError(f"{strange[0]} of rope_parameters of {kind} is unknown.")
-      for key, (knob, _) in keys.items():
-        if rope.get(key) is None:
-          raise UserError(f"rope_parameters of {kind} lacks {key}.")
-        knobs[knob] = rope[key]
-    return knobs
-
-  def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-      "rope_parameters": {
-        kind: {"rope_type": wanted, **{key: values[knob] for key, (knob, _) in keys.items()}}
-        for kind, (wanted, keys) in _ROPES.items()
-      }
-    }
-
-
-def _without_layers(config: dict[str, Any]) -> dict[str, Any]:
-  """Returns a configuration with the keys of global layers instead of those of each layer.
-
-  Published configurations have the former, transformers writes the latter.
-  """
-  layers_given = config.pop("per_layer_config", None)
-  if not config.get("attention_k_eq_v"):
-    config["num_global_key_value_heads"] = None  # Not used then.
-  if layers_given is None:
-    return config
-  types = config.get("layer_types")
-  types = types if isinstance(types, list) else []
-  wanted = [str(layer) for layer, kind in enumerate(types) if kind == _GLOBAL]
-  options = list(layers_given.values()) if isinstance(layers_given, Mapping) else []
-  first = options[0] if options and isinstance(options[0], Mapping) else {}
-  alike = all(option == first for option in options) and first.keys() <= {
-    "head_dim",
-    "num_key_value_heads",
-  }
-  if not alike or sorted(map(str, layers_given)) != sorted(wanted):
-    raise UserError(
-      f"per_layer_config={layers_given!r} is more than the heads of all layers of {_GLOBAL}."
-    )
-  config["global_head_dim"] = first.get("head_dim", config.get("head_dim"))
-  config["num_global_key_value_heads"] = first.get("num_key_value_heads")
-  return config
+  @classmethod
+  def hugging_face(cls) -> hugging_face.Family:
+    return gemma4_hf.unified(super().hugging_face())
 
 
 @register
@@ -249,3 +196,64 @@ class Gemma4_31B(datasets.Synthetic, Gemma4):
   NUM_HEADS = 32
   NUM_KV_HEADS = 16
   NUM_GLOBAL_KV_HEADS = 4
+
+
+@register
+class Gemma4_12B(datasets.Synthetic, Gemma4Unified):
+  """The text model of Gemma 4 12B. 11,907,350,272 parameters."""
+
+  NUM_LAYERS = 48
+  MODEL_DIMS = 3840
+  HIDDEN_DIMS = 15_360
+  NUM_HEADS = 16
+  NUM_KV_HEADS = 8
+  NUM_GLOBAL_KV_HEADS = 1
+
+
+@register
+class Gemma4_26B_A4B(datasets.Synthetic, Gemma4):
+  """The text model of Gemma 4 26B-A4B. 25,233,141,760 parameters."""
+
+  NUM_LAYERS = 30
+  MODEL_DIMS = 2816
+  HIDDEN_DIMS = 2112
+  NUM_HEADS = 16
+  NUM_KV_HEADS = 8
+  NUM_GLOBAL_KV_HEADS = 2
+  NUM_EXPERTS = 128
+  NUM_EXPERTS_PER_TOKEN = 8
+  EXPERT_DIMS = 704
+
+
+@register
+class Gemma4_E2B(datasets.Synthetic, Gemma4):
+  """The text model of Gemma 4 E2B, half of it per-layer embeddings. 4,628,569,344 parameters."""
+
+  MAX_SEQ_LEN = 131_072
+  NUM_LAYERS = 35
+  GLOBAL_EVERY = 5
+  MODEL_DIMS = 1536
+  HIDDEN_DIMS = 6144
+  USE_DOUBLE_WIDE_MLP = True
+  NUM_HEADS = 8
+  NUM_KV_HEADS = 1
+  USE_KEYS_AS_VALUES = False
+  WINDOW = 512
+  NUM_KV_LAYERS = 15
+  PER_LAYER_DIMS = 256
+
+
+@register
+class Gemma4_E4B(datasets.Synthetic, Gemma4):
+  """The text model of Gemma 4 E4B. 7,463,013,376 parameters."""
+
+  MAX_SEQ_LEN = 131_072
+  NUM_LAYERS = 42
+  MODEL_DIMS = 2560
+  HIDDEN_DIMS = 10_240
+  NUM_HEADS = 8
+  NUM_KV_HEADS = 2
+  USE_KEYS_AS_VALUES = False
+  WINDOW = 512
+  NUM_KV_LAYERS = 24
+  PER_LAYER_DIMS = 256

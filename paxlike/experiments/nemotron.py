@@ -219,6 +219,16 @@ class NemotronNano2_9B(datasets.Synthetic, NemotronH):
 
 
 @register
+class NemotronNano2_12B(NemotronNano2_9B):
+  """Nemotron Nano 2 12B. 12,310,001,152 parameters."""
+
+  LAYER_TYPES = kinds(6 * "M-M-M-M*-" + "M-M-M-M-")
+  NUM_LAYERS = 62
+  MODEL_DIMS = 5120
+  HIDDEN_DIMS = 20_480
+
+
+@register
 class Nemotron3_Nano_30B_A3B(datasets.Synthetic, NemotronH):
   """Nemotron 3 Nano 30B-A3B. 31,577,937,344 parameters, router biases not counted."""
 

@@ -14,8 +14,9 @@ from paxlike.errors import UserError
 from paxlike.fiddlers.selection import having, select
 from paxlike.training import optimizers
 
-# Linear maps whose outputs do not grow with the width of the model.
-_HEADS = ("head", "router", "value_head")
+# Roles of linear maps of which the outputs, or the inputs, do not grow with the width.
+_TO_FIXED = ("head", "router", "value_head", "layer_gate", "layer_projection")
+_FROM_FIXED = ("layer_output",)
 
 
 def parametrize(
@@ -47,8 +48,8 @@ def parametrize(
   num_layers = ends + len(stack.pattern) * stack.repeats
   width, depth = decoder.dim / (base_dim or decoder.dim), num_layers / (base_layers or num_layers)
   for node in (*select(graph, layers.Linear), *select(graph, layers.ExpertLinear)):
-    if _called(node.init) is not layers.zeros:
-      node.init = _for_width(node.init, width, to_width=node.role not in _HEADS)
+    if _called(node.init) is not layers.zeros and node.role not in _FROM_FIXED:
+      node.init = _for_width(node.init, width, to_width=node.role not in _TO_FIXED)
   for node in select(graph, layers.Embedding):
     # Scales that families set follow from the width: its root, and for logits 1 over its root.
     if (given := getattr(node, "scale", 1.0)) != 1:

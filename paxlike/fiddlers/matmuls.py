@@ -61,6 +61,7 @@ def precision(graph: fdl.Buildable, dtype: ranges.ComputeDtype = "bfloat16"):
     layers.ExpertLinear,
     layers.Embedding,
     layers.PositionEmbedding,
+    layers.PerLayerEmbedding,
     layers.LayerNorm,
     layers.RmsNorm,
     layers.GroupedRmsNorm,

@@ -3,6 +3,7 @@
 
 import copy
 import typing
+from typing import Any
 
 import fiddle as fdl
 
@@ -59,7 +60,7 @@ def multi_token_prediction(
   if kind not in (kinds := typing.get_args(layers.MtpKind)):
     raise UserError(f"MTP_KIND: no kind {kind}.{did_you_mean(kind, kinds)}")
   for node in select(graph, layers.Decoder):
-    block = copy.deepcopy(node.stack.pattern[-1])
+    block = _independent(node.stack)
     options = {"num_layers": num_layers, "block": block, "loss_weight": loss_weight}
     options["remat"] = getattr(node.stack, "remat", layers.Remat.SAVE_EVERYTHING)
     if kind == "parallel":
@@ -70,6 +71,20 @@ def multi_token_prediction(
     projection.init = copy.deepcopy(like.init)
     norm = copy.deepcopy(node.norm)
     node.mtp = fdl.Partial(layers.SequentialMtp, norm=norm, projection=projection, **options)
+
+
+def _independent(stack: fdl.Buildable) -> fdl.Buildable:
+  """Returns a block like the last one of the pattern that reads no arrays but its input.
+
+  Where the pattern's layers attend to keys of earlier ones, it is like the last of these.
+  """
+  has_keys = getattr(stack.pattern[-1].attention, "key", stack) is not None
+  block: Any = copy.deepcopy((stack.pattern if has_keys else stack.prologue)[-1])
+  if any(select(block, layers.KvSource)):
+    fdl.update_callable(block.attention, layers.Attention)
+  if getattr(block, "per_layer_input", None) is not None:
+    block.per_layer_input = None
+  return block
 
 
 def next_token_only(graph: fdl.Buildable):
@@ -132,7 +147,11 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
   for node in select(graph, layers.Stack):
     pipeline = getattr(node, "pipeline", None)
     node.repeats = 2 if pipeline is None else pipeline.stages * pipeline.chunks
-    node.prologue = list(node.prologue)[:1]
+    node.prologue = [
+      block
+      for index, block in enumerate(node.prologue)
+      if not index or any(select(block, layers.KvSource))
+    ]
     node.epilogue = list(node.epilogue)[:1]
   for node in select(graph, layers.Attention):
     grouped = node.num_kv_heads is not None and node.num_kv_heads < node.num_heads
@@ -166,6 +185,9 @@ def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):
     node.hidden_dim = 24
   for node in select(graph, layers.PositionEmbedding):
     node.max_len = seq_len
+  for kind in (layers.PerLayerEmbedding, layers.PerLayerInput):
+    for node in select(graph, kind):
+      node.width = 8
   for node in having(graph, "seq_len"):
     node.seq_len = seq_len
     if getattr(node, "vocab_size", None) is not None:

@@ -6,7 +6,7 @@ A tensor's name ends in the letters of its dims, as in `x_BTD`; docs/legend.md l
 
 from paxlike.layers import lora, multi_token
 from paxlike.layers.attention import rope
-from paxlike.layers.attention.attention import Attention
+from paxlike.layers.attention.attention import Attention, KvSource
 from paxlike.layers.attention.auto import auto
 from paxlike.layers.attention.cache import IndexedLatentCache, KvCache, LatentCache
 from paxlike.layers.attention.chunked import xla_chunked
@@ -49,6 +49,7 @@ from paxlike.layers.moe.experts import ExpertLinear, Experts
 from paxlike.layers.moe.moe import InputWeightedMoe, Moe
 from paxlike.layers.multi_token import MtpKind, ParallelMtp, SequentialMtp
 from paxlike.layers.norm import GroupedRmsNorm, LayerNorm, RmsNorm, UnscaledRmsNorm
+from paxlike.layers.per_layer_input import PerLayerEmbedding, PerLayerInput
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.precision import transformer_engine, weight_only
 from paxlike.layers.precision.fp8 import Fp8
@@ -90,6 +91,7 @@ __all__ = [
   "Int8",
   "KernelName",
   "KvCache",
+  "KvSource",
   "LatentAttention",
   "LatentCache",
   "LayerNorm",
@@ -106,6 +108,8 @@ __all__ = [
   "ParallelMixer",
   "ParallelMtp",
   "Params",
+  "PerLayerEmbedding",
+  "PerLayerInput",
   "Pipeline",
   "PositionEmbedding",
   "QatFp8",

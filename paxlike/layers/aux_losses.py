@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Auxiliary losses and metrics that layers return besides their outputs."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class Aux(NamedTuple):
     metrics: [sum, weight] pairs, summed over microbatches ("dropped_fraction").
     layer_sums: Per layer [sum, weight], or counts [E], summed over microbatches ("residual_rms").
     layer_maxima: Per layer [value, 1], combined by maximum; values are at least 0.
+    shared: `KeysValues` for later layers, by their window; a stack passes them on in `Context`, and
+      returns none.
   """
 
   losses: dict[str, jax.Array]
@@ -28,6 +30,7 @@ class Aux(NamedTuple):
   metrics: dict[str, jax.Array]
   layer_sums: dict[str, jax.Array]
   layer_maxima: dict[str, jax.Array]
+  shared: dict[int, Any]
 
   def averaged(self, count: int) -> "Aux":
     """Returns self, a sum over `count` microbatches, with the losses divided by `count`."""
@@ -50,19 +53,18 @@ class Aux(NamedTuple):
 
 def none() -> Aux:
   """Returns an Aux without losses and metrics."""
-  return Aux({}, {}, {}, {}, {})
+  return Aux({}, {}, {}, {}, {}, {})
 
 
 def add(a: Aux, b: Aux) -> Aux:
-  """Returns a + b, where a missing entry counts as zero."""
+  """Returns a + b, where a missing entry counts as zero; `shared` of b replaces that of a."""
   zero = jnp.zeros(())
   combine = (jnp.add, jnp.add, jnp.add, jnp.add, jnp.maximum)
-  return Aux(
-    *(
-      {name: of(of_a.get(name, zero), of_b.get(name, zero)) for name in {**of_a, **of_b}}
-      for of, of_a, of_b in zip(combine, a, b, strict=True)
-    )
+  sums = (
+    {name: of(of_a.get(name, zero), of_b.get(name, zero)) for name in {**of_a, **of_b}}
+    for of, of_a, of_b in zip(combine, a[:-1], b[:-1], strict=True)
   )
+  return Aux(*sums, shared={**a.shared, **b.shared})
 
 
 def total(stacked: Aux) -> Aux:

@@ -17,6 +17,7 @@ from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.moe.moe import Moe
+from paxlike.layers.per_layer_input import PerLayerInput
 
 
 @configurable
@@ -36,6 +37,7 @@ class Block(module.Module):
     post_norm: Callable[[int], Any] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     residual_scale: ranges.Finite = 1.0,
+    per_layer_input: Callable[[int], PerLayerInput] | None = None,
     output_scale: module.Initializer | None = None,
     time: str = "time",
   ):
@@ -46,6 +48,8 @@ class Block(module.Module):
     `post_norm` and `dropout` apply to the outputs of attention and feed-forward.
 
     `residual_scale` multiplies them before they are added to the residual stream.
+
+    `per_layer_input` is a third branch, after feed-forward.
 
     `output_scale` initializes a factor of the block's output, which no step changes (Gemma 4).
 
@@ -63,9 +67,11 @@ class Block(module.Module):
     self.attention_norm = norm_of(attention, norm)
     self.attention = None if attention is None else attention(dim)
     self.attention_post_norm = norm_of(attention, post_norm)
-    self.mlp_norm = norm_of(mlp, norm)
     self.mlp = None if mlp is None else mlp(dim)
+    has_own_norms = getattr(self.mlp, "has_own_norms", False)
+    self.mlp_norm = None if has_own_norms else norm_of(mlp, norm)
     self.mlp_post_norm = norm_of(mlp, post_norm)
+    self.per_layer_input = None if per_layer_input is None else per_layer_input(dim)
     self.dropout = None if dropout is None else dropout()
     self.residual_scale = residual_scale
     self.output_scale = (
@@ -95,10 +101,19 @@ class Block(module.Module):
         logged |= _logged("mlp_rms", y_BTD, context)
         x_BTD = self._add(x_BTD, y_BTD, context.fold(1))
         combined = add(combined, aux)
+    if self.per_layer_input is not None:
+      with jax.named_scope("per_layer_input"):
+        y_BTD = self.per_layer_input(self._normed(None, x_BTD), context)
+        x_BTD = self._add(x_BTD, y_BTD, context.fold(2))
     if self.output_scale is not None:
       x_BTD = x_BTD * self.output_scale[...].astype(x_BTD.dtype)
     logged |= _logged("residual_rms", x_BTD, context)
     return x_BTD, cache, combined._replace(layer_sums=combined.layer_sums | logged)
+
+  @property
+  def reads_earlier_layers(self) -> bool:
+    """Whether it reads arrays of the layers before it, or of the embedding, besides x_BTD."""
+    return self.per_layer_input is not None or getattr(self.attention, "key", self) is None
 
   def _add(self, x_BTD: jax.Array, y_BTD: jax.Array, context: Context) -> jax.Array:
     if self.dropout is not None:

@@ -2,6 +2,7 @@
 """The inputs of a forward pass besides activations: segments, positions and the dropout key."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -18,6 +19,9 @@ class Context:
     dropout: The key for this layer's dropout; None disables dropout.
     adapters_B: int32, the adapter that each sequence uses, of those of `LoraBank`; -1: none. None:
       no sequence uses one.
+    shared: `KeysValues` of earlier layers, by their window; see `KvSource`.
+    layer_inputs: [L, B, T, P], the part of each layer's input that does not depend on the layers
+      before it; within a layer [B, T, P], its own. None: there is none.
     log_layers: Whether layers return metrics of their own; see `Aux`. Static.
   """
 
@@ -25,6 +29,8 @@ class Context:
   positions_BT: jax.Array | None = None
   dropout: jax.Array | None = None
   adapters_B: jax.Array | None = None
+  shared: dict[int, Any] = dataclasses.field(default_factory=dict)
+  layer_inputs: jax.Array | None = None
   log_layers: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def fold(self, index: int | jax.Array) -> "Context":

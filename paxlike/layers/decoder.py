@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language model: embeddings, a stack of blocks, a norm, an output projection."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from paxlike.layers.linear import Linear
 from paxlike.layers.loss import Shards, cross_entropy, gathered, sum_over_chunks
 from paxlike.layers.module import Definition, Module, Params
 from paxlike.layers.multi_token import MultiTokenPrediction
+from paxlike.layers.per_layer_input import PerLayerEmbedding
 from paxlike.layers.precision import float32_sums
 from paxlike.layers.stack import Caches, Stack
 
@@ -56,6 +58,7 @@ class Decoder(Module):
     norm: Callable[[int], Any],
     embedding_norm: Callable[[int], Any] | None = None,
     positions: Callable[[int], PositionEmbedding] | None = None,
+    layer_inputs: Callable[[int, int, int], PerLayerEmbedding] | None = None,
     dropout: Callable[[], Dropout] | None = None,
     head: Callable[..., Linear] | None = None,
     mtp: Callable[[int], MultiTokenPrediction] | None = None,
@@ -66,6 +69,8 @@ class Decoder(Module):
     label_smoothing: ranges.Smoothing = 0.0,
   ):
     """Without `head`, the embedding table also projects to logits (tied embeddings).
+
+    `layer_inputs` makes the inputs of the blocks' `per_layer_input`.
 
     `mtp` adds losses of later tokens in training; evaluation and decoding do not use its weights.
     `value_head` estimates the rewards to come; see `values`. Only reinforcement learning uses it.
@@ -83,6 +88,8 @@ class Decoder(Module):
     self.positions = None if positions is None else positions(dim)
     self.dropout = None if dropout is None else dropout()
     self.stack = stack(dim)
+    num_layers = self.stack.layout.num_layers
+    self.layer_inputs = None if layer_inputs is None else layer_inputs(vocab_size, dim, num_layers)
     self.norm = norm(dim)
     self.head = None if head is None else head({"model": dim}, {"vocab": self.num_outputs})
     self.mtp = None if mtp is None else mtp(dim)
@@ -156,13 +163,14 @@ class Decoder(Module):
   ) -> tuple[jax.Array, Caches | None, Aux]:
     """Returns (x_BTD before the output projection, the updated caches, the layers' Aux)."""
     x_BTD = self.embed(tokens_BT, context)
-    x_BTD, caches, aux = self.stack(x_BTD, context.fold(1), caches)
+    context = self._of_layers(tokens_BT, x_BTD, context)
+    x_BTD, caches, aux = self.stack(x_BTD, context, caches)
     return by_token(self.norm, x_BTD), caches, aux
 
   def losses(self, batch: Batch, context: Context) -> tuple[jax.Array, Aux]:
     """Returns (the sum of the next tokens' losses, the Aux of layers and of `mtp`)."""
     x_BTD = self.embed(batch["inputs"], context)
-    x_BTD, _, aux = self.stack(x_BTD, context.fold(1))
+    x_BTD, _, aux = self.stack(x_BTD, self._of_layers(batch["inputs"], x_BTD, context))
     states, of_states = self.further(x_BTD, batch, context)
     x_BTD = by_token(self.norm, x_BTD)
     loss = self.token_loss(x_BTD, batch["targets"], batch["weights"])
@@ -195,6 +203,14 @@ class Decoder(Module):
       x_BTD = float32_sums.add(x_BTD, self.positions(tokens_BT.shape[1], context.positions_BT))
     x_BTD = mesh.constrain(x_BTD, "batch", "time", None)
     return x_BTD if self.dropout is None else self.dropout(x_BTD, context.fold(0))
+
+  def _of_layers(self, tokens_BT: jax.Array, x_BTD: jax.Array, context: Context) -> Context:
+    """Returns the context of the stack."""
+    context = context.fold(1)
+    if self.layer_inputs is None:
+      return context
+    inputs_LBTP = self.layer_inputs(tokens_BT, x_BTD, context)
+    return dataclasses.replace(context, layer_inputs=inputs_LBTP)
 
   @jax.named_scope("head")
   def logits(self, x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from flax import nnx
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import topology
-from paxlike.errors import UserError
+from paxlike.errors import ArgumentError, UserError
 from paxlike.layers import gradient_order
 from paxlike.layers.aux_losses import Aux, add, none, total
 from paxlike.layers.block import Block
@@ -79,6 +79,11 @@ class Stack(Module):
       self.prologue = nnx.List([block(dim) for block in prologue])
       self.pattern = nnx.List([_stacked(block(dim), self.layout) for block in pattern])
       self.epilogue = nnx.List([block(dim) for block in epilogue])
+      if pipeline is not None and any(block.reads_earlier_layers for block in self.pattern):
+        raise ArgumentError(
+          f"stages={pipeline.stages}: layers of this model read keys and values of earlier ones, or"
+          " per-layer embeddings, which stages do not pass on: leave the mesh axis pipeline 1."
+        )
     else:
       factories = [*prologue, *(list(pattern) * repeats), *epilogue]
       self.layers = nnx.List([block(dim) for block in factories])
@@ -90,28 +95,33 @@ class Stack(Module):
     given = caches or {}
     new: Caches = {}
     if not self.layout.scanned:
-      layers = (self.layers, 0, given.get("layers"))
+      layers = (self.layers, 0, given.get("layers"), context.layer_inputs)
       x_BTD, (new["layers"], aux) = self._run(x_BTD, layers, context=context)
-      return x_BTD, new if caches else None, aux
+      return x_BTD, new if caches else None, aux._replace(shared={})
     x_BTD, new["prologue"], before = self.before(x_BTD, context, given.get("prologue"))
+    context = dataclasses.replace(context, shared=before.shared)
     divides = self.pipeline is not None and len(x_BTD) % self.pipeline.microbatches == 0
     if self.pipeline is not None and divides and caches is None:
       x_BTD, repeated = self._pipelined(x_BTD, context, self.pipeline)
     else:
       graph, weights = nnx.split(self._in_layer_order())
       run = functools.partial(self._run, context=context, graph=graph)
-      repeats = (weights, self._firsts(jnp.arange(self.layout.repeats)), given.get("pattern"))
+      firsts = self._firsts(jnp.arange(self.layout.repeats))
+      repeats = (weights, firsts, given.get("pattern"), self._repeated_inputs(context))
       with jax.named_scope("layers"):
         x_BTD, (new["pattern"], each) = jax.lax.scan(run, x_BTD, repeats)
       repeated = total(each)
     x_BTD, new["epilogue"], after = self.after(x_BTD, context, given.get("epilogue"))
-    return x_BTD, new if caches else None, add(add(before, repeated), after)
+    aux = add(add(before, repeated), after)
+    return x_BTD, new if caches else None, aux._replace(shared={})
 
   def before(
     self, x_BTD: jax.Array, context: Context, caches: list[Any] | None = None
   ) -> tuple[jax.Array, list[Any], Aux]:
     """Runs the prologue of a scanned stack."""
-    x_BTD, (new, aux) = self._run(x_BTD, (self.prologue, 0, caches), context=context)
+    given = context.layer_inputs
+    inputs = None if given is None else given[: self.layout.prologue]
+    x_BTD, (new, aux) = self._run(x_BTD, (self.prologue, 0, caches, inputs), context=context)
     return x_BTD, new, aux
 
   def after(
@@ -119,7 +129,8 @@ class Stack(Module):
   ) -> tuple[jax.Array, list[Any], Aux]:
     """Runs the epilogue of a scanned stack."""
     first = self.layout.prologue + self.layout.pattern * self.layout.repeats
-    x_BTD, (new, aux) = self._run(x_BTD, (self.epilogue, first, caches), context=context)
+    inputs = None if context.layer_inputs is None else context.layer_inputs[first:]
+    x_BTD, (new, aux) = self._run(x_BTD, (self.epilogue, first, caches, inputs), context=context)
     return x_BTD, new, aux
 
   def chunk(
@@ -143,7 +154,7 @@ class Stack(Module):
 
     def run(x_BTD: jax.Array, xs: Any) -> tuple[jax.Array, Aux]:
       weights, first, number = xs
-      blocks = (nnx.merge(graph, weights), first, None)
+      blocks = (nnx.merge(graph, weights), first, None, None)
       y_BTD, (_, aux) = self._run(x_BTD, blocks, context=context, in_scan=recompute)
       if not more:
         return y_BTD, aux
@@ -195,7 +206,7 @@ class Stack(Module):
   def _run(
     self,
     x_BTD: jax.Array,
-    xs: tuple[Any, int | jax.Array, list[Any] | None],
+    xs: tuple[Any, int | jax.Array, list[Any] | None, jax.Array | None],
     *,
     context: Context,
     graph: nnx.GraphDef | None = None,
@@ -206,7 +217,7 @@ class Stack(Module):
     Args:
       x_BTD: The input of the first block.
       xs: (the blocks, or their weights in a scan; the index of the first block among all layers;
-        their caches).
+        their caches; their inputs, see `Context.layer_inputs`).
       context: The context of the whole stack, into which each layer's index is folded.
       graph: The graph definition of the blocks.
       in_scan: Whether a scan runs the blocks, if there is no `graph`.
@@ -214,10 +225,11 @@ class Stack(Module):
     Returns:
       (x_BTD, (the updated caches, the sum of the blocks' Aux)).
     """
-    blocks, first, caches = xs
+    blocks, first, caches, inputs = xs
     if graph is not None:
       blocks, in_scan = nnx.merge(graph, blocks), True
     context = dataclasses.replace(context, log_layers=self.log_layers)
+    own = [None] * len(blocks) if inputs is None else jnp.unstack(inputs)
     combined = none()
     new: list[Any] = []
     for offset, block in enumerate(blocks):
@@ -228,10 +240,21 @@ class Stack(Module):
       cache = None if caches is None else caches[offset]
       layer = first + offset
       with jax.named_scope(f"layer_{layer}" if isinstance(first, int) else "layers"):
-        x_BTD, cache, aux = apply(x_BTD, context.fold(layer), cache)
+        given = dataclasses.replace(context.fold(layer), layer_inputs=own[offset])
+        x_BTD, cache, aux = apply(x_BTD, given, cache)
+      context = dataclasses.replace(context, shared={**context.shared, **aux.shared})
       combined = add(combined, aux.of_layer(layer, self.layout.num_layers))
       new.append(cache)
-    return x_BTD, (new, combined)
+    # A scan would stack what each repeat shares, which serves its own layers only.
+    return x_BTD, (new, combined if graph is None else combined._replace(shared={}))
+
+  def _repeated_inputs(self, context: Context) -> jax.Array | None:
+    """Returns the inputs of the pattern's layers, [repeats, layers of the pattern, B, T, P]."""
+    if context.layer_inputs is None:
+      return None
+    first, size = self.layout.prologue, self.layout.pattern * self.layout.repeats
+    inputs = context.layer_inputs[first : first + size]
+    return inputs.reshape(self.layout.repeats, self.layout.pattern, *inputs.shape[1:])
 
   def _firsts(self, indexes: jax.Array) -> jax.Array:
     """Returns, for each of these repeats, the index of its first layer among all layers."""

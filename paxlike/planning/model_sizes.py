@@ -172,6 +172,7 @@ class ModelSizes:
     fused_attention: Whether a fused kernel computes attention without materializing logits.
     splits_sequences: Whether its kernels can shard sequences over `context`.
     whole_sequences: Whether its kernels can compute sequences that are not sharded.
+    splits_layers: Whether its layers can be divided among the stages of a pipeline.
     flops: Training FLOPs per token; see `flops.TrainingFlops`.
   """
 
@@ -202,6 +203,7 @@ class ModelSizes:
   fused_attention: bool = True
   splits_sequences: bool = True
   whole_sequences: bool = True
+  splits_layers: bool = True
   flops: flops.TrainingFlops
 
   @property
@@ -272,9 +274,11 @@ def of_definition(
   spans: dict[int, Span] = {}
   scores: list[tuple[float, float]] = []
   mixers: list[RecurrentMixer] = []
-  num_layers = 0
+  num_layers, splits_layers = 0, True
   for module, count in flops.modules(definition):
-    num_layers += count if isinstance(module, Block) else 0
+    if isinstance(module, Block):
+      num_layers += count
+      splits_layers = splits_layers and not module.reads_earlier_layers
     if isinstance(module, Attention | LatentAttention):
       heads += [module.num_heads] * count
       widths.append(module.head_dim)
@@ -323,6 +327,7 @@ def of_definition(
     fused_attention="xla" not in decoder.kernels(Place(device), seq_len=seq_len),
     splits_sequences=over_context <= {*split, "sparse"},
     whole_sequences=kernels.isdisjoint(split.values()),
+    splits_layers=splits_layers,
     flops=flops.per_token(definition, seq_len),
   )
 

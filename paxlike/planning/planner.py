@@ -321,7 +321,7 @@ def _allows(model: ModelSizes, sizes: Mapping[str, int]) -> bool:
     and model.dim % fsdp == 0
     and model.num_experts % expert == 0
     and (model.whole_sequences if context == 1 else _splits_sequences(model, context))
-    and (stages == 1 or stages <= model.repeats)
+    and (stages == 1 or (model.splits_layers and stages <= model.repeats))
   )
 
 

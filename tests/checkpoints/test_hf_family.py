@@ -3,6 +3,7 @@
 
 import pytest
 
+from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.deepseek_v32 import DeepSeekSparse
@@ -40,6 +41,7 @@ FAMILIES = [
 ]
 # Of two layers, both kinds of Gemma 4.
 LAYERS_OF_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS_OF_GEMMA4 = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
 TIED = "tie_word_embeddings"
 LENGTH = "original_max_position_embeddings"
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -64,7 +66,8 @@ def read(experiment, **changed):
   }
   fixed = {k: v[0] if isinstance(v, tuple) else v for k, v in family.fixed.items()}
   config = {k: v for k, v in given.items() if k in family.knobs} | fixed
-  config |= {} if family.layers is None else {"layer_types": ["mamba", "attention"]}
+  if type(family.layers) is HfLayers:
+    config["layer_types"] = ["mamba", "attention"]
   config |= changed
   return family.read({key: value for key, value in config.items() if value is not ...})
 
@@ -113,6 +116,12 @@ def read(experiment, **changed):
     (Gemma4, {"rope_parameters": None}, "ROPE_SHARE", 0.25),
     (Gemma4, {"num_global_key_value_heads": 2}, "NUM_GLOBAL_KV_HEADS", None),  # Without k = v.
     (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"1": {"head_dim": 9}}}, "NUM_LAYERS", 2),
+    (Gemma4, LAYERS_OF_GEMMA4, "GLOBAL_EVERY", 2),
+    (Gemma4, {"num_kv_shared_layers": 1}, "NUM_KV_LAYERS", 1),
+    (Gemma4, {"hidden_size_per_layer_input": ...}, "PER_LAYER_DIMS", 256),
+    (Gemma4, {"hidden_size_per_layer_input": None}, "PER_LAYER_DIMS", 0),
+    (Gemma4, {**EXPERTS_OF_GEMMA4, "enable_moe_block": True}, "EXPERT_DIMS", 12),
+    (Gemma4, EXPERTS_OF_GEMMA4, "NUM_EXPERTS", 0),  # There is no block of experts.
     (Llama4, {"moe_layers": [1]}, "EXPERT_EVERY", 2),
     (Llama4, {"no_rope_layers": [1, 0]}, "GLOBAL_EVERY", 2),
     (Llama4, {"attn_temperature_tuning": 4}, "USE_LONG_CONTEXT_SCALE", True),
@@ -158,8 +167,10 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Gemma3, {"rope_parameters": {"sliding_attention": YARN}}, "yarn of local layers"),
     (Gemma3, {"rope_parameters": YARN}, "an unknown kind of attention"),
     (Llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not None or 1.0"),
-    (Gemma4, {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, not 0"),
-    (Gemma4, {"enable_moe_block": True}, "enable_moe_block is True, not False"),
+    (Gemma4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, of 2 layers"),
+    (Gemma4, {"enable_moe_block": True}, "enable_moe_block is True; by other keys it is False"),
+    (Gemma4, {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input is 7; by other keys"),
+    (Gemma4, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
     (Gemma4, {**LAYERS_OF_GEMMA4, "per_layer_config": {"0": {"head_dim": 9}}}, "per_layer_config"),
     (Gemma4, {"rope_parameters": YARN}, "rope_parameters is"),
     (Llama4, {"moe_layers": [0]}, "moe_layers=[0]: these layers are not at an interval"),
@@ -167,7 +178,6 @@ def test_what_is_said_is_read(experiment, changed, knob, value):
     (Llama4, {"layer_types": ["full_attention"] * 2}, "layer_types is"),
     (Llama4, {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, not 1"),
     # Absent, these mean another model than ours.
-    (Gemma4, {"hidden_size_per_layer_input": ...}, "hidden_size_per_layer_input is 256 (its"),
     (Qwen3Moe, {"norm_topk_prob": ...}, "norm_topk_prob is False (its default), not True"),
     (Ministral3, {"rope_parameters": {**YARN, **MSCALE}}, "rope_parameters lacks llama_4_scaling"),
     (Phi3, {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),

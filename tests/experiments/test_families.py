@@ -20,16 +20,19 @@ from paxlike.layers.module import Definition
 from paxlike.training import train_state
 
 pytestmark = pytest.mark.slow
-# Dense models with one kind of layer, and Gemma 3, whose two kinds Gemma 4 has: the families left
-# shard the same layers. Their numbers are those of Hugging Face (convert/test_parity.py).
-ALIKE = {"Llama31_8B", "Mistral7B", "Gemma2B", "Gemma3_1B", "Qwen3_8B"}
+# Dense models with one kind of layer, and Gemma 3 and Gemma 4 31B, whose kinds Gemma 4 E2B has: the
+# families left shard the same layers. Their numbers are those of Hugging Face
+# (convert/test_parity.py).
+ALIKE = {"Llama31_8B", "Mistral7B", "Gemma2B", "Gemma3_1B", "Gemma4_31B", "Qwen3_8B"}
 # Together they have every kind of layer.
 ALL_LAYERS = ["Gemma2_2B", "GptOss20B", "SyntheticGLaM126M64E", "DeepSeekV3"]
-every_kind = pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name not in ALIKE])
+every_kind = pytest.mark.parametrize(
+  "name", [*(name for name in ONE_OF_EACH if name not in ALIKE), "Gemma4_E2B"]
+)
 
 
 # Of patterns of many layers, whose programs are long.
-REPEATS = {"Qwen3Next80B_A3B": 1}
+REPEATS = {"Qwen3Next80B_A3B": 1, "Gemma4_E2B": 1}
 
 
 @functools.cache

@@ -152,9 +152,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "final_logit_softcapping": 30.0,
     },
   ),
-  "gemma4_with_values": (
+  "gemma4_unified": (
+    "Gemma4UnifiedTextConfig",
+    {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+  ),
+  "gemma4_moe": (
     "Gemma4TextConfig",
-    {"sliding_window": 6, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0},
+    {
+      "sliding_window": 6,
+      "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+      "global_head_dim": 32,
+      "num_global_key_value_heads": 1,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "enable_moe_block": True,
+      "num_experts": 6,
+      "top_k_experts": 3,
+      "moe_intermediate_size": 24,
+    },
+  ),
+  "gemma4_shared": (
+    "Gemma4TextConfig",
+    {
+      "sliding_window": 6,
+      "num_hidden_layers": 6,
+      "layer_types": 3 * ["sliding_attention", "full_attention"],
+      "global_head_dim": 32,
+      "num_kv_shared_layers": 3,
+      "use_double_wide_mlp": True,
+      "hidden_size_per_layer_input": 8,
+      "vocab_size_per_layer_input": 96,
+    },
   ),
   "phi3": ("Phi3Config", {"sliding_window": 6}),
   "phi3_long": (

@@ -36,7 +36,16 @@ SHORT = {
   "Nemotron3_Nano_30B_A3B": {
     "LAYER_TYPES": 2 * ("mamba", "attention", "mlp", "moe"),
     "NUM_LAYERS": 8,
-  }
+  },
+  # With what other sizes of Gemma 4 have.
+  "Gemma4_E2B": {
+    "NUM_LAYERS": 6,
+    "GLOBAL_EVERY": 2,
+    "NUM_KV_LAYERS": 3,
+    "USE_KEYS_AS_VALUES": True,
+    "NUM_EXPERTS": 8,
+    "NUM_EXPERTS_PER_TOKEN": 2,
+  },
 }
 
 

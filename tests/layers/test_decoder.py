@@ -62,7 +62,7 @@ def test_logits_equal_numpy():
   params = params_of(definition)
   data = batch(2)
   logits, aux = jax.jit(functools.partial(forward, definition))(params, data)
-  assert aux == ({}, {}, {}, {}, {})
+  assert aux == ({}, {}, {}, {}, {}, {})
   np.testing.assert_allclose(logits, reference(params, data["inputs"]), atol=1e-4)
 
 

@@ -14,12 +14,12 @@ from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.attention import kernels, max_logit, qk_clip
-from paxlike.layers.attention.cache import KvCache, positions_in
+from paxlike.layers.attention.cache import KeysValues, KvCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
 from paxlike.layers.attention.qk_clip import QkClip
 from paxlike.layers.attention.relative_bias import RelativeBias
 from paxlike.layers.attention.rope import Rope
-from paxlike.layers.aux_losses import Aux, none
+from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 
@@ -36,7 +36,7 @@ class Attention(module.Module):
     head_dim: ranges.Size,
     num_kv_heads: ranges.Size | None = None,
     query: Callable[..., Linear],
-    key: Callable[..., Linear],
+    key: Callable[..., Linear] | None,
     value: Callable[..., Linear] | None,
     output: Callable[..., Linear],
     output_gate: Callable[..., Linear] | None = None,
@@ -63,7 +63,7 @@ class Attention(module.Module):
       head_dim: H.
       num_kv_heads: K; None: N.
       query: D -> N x H.
-      key: D -> K x H.
+      key: D -> K x H; None: keys and values are those of the last `KvSource` with this window.
       value: D -> K x H; None: the values are the keys, before norm and rotary embedding.
       output: N x H -> D.
       output_gate: D -> N x H; its sigmoid multiplies the heads' outputs (arXiv:2505.06708).
@@ -88,21 +88,20 @@ class Attention(module.Module):
     self.num_kv_heads = _num_kv_heads(num_heads, num_kv_heads)
     _check_one_of(window=window, chunk=chunk)
     _check_one_of(qk_norm=qk_norm, joint_qk_norm=joint_qk_norm)
-    self.window, self.chunk = window, chunk
-    self.soft_cap = soft_cap
+    self.window, self.chunk, self.soft_cap = window, chunk, soft_cap
     self.scale = 1 / math.sqrt(head_dim) if scale is None else scale
     self.kernel = kernel
     heads = {"heads": num_heads, "head": head_dim}
     kv_heads = {"kv_heads": self.num_kv_heads, "head": head_dim}
     self.query = query({"model": dim}, heads)
-    self.key = key({"model": dim}, kv_heads)
+    self.key = None if key is None else key({"model": dim}, kv_heads)
     self.value = None if value is None else value({"model": dim}, kv_heads)
     self.output = output(heads, {"model": dim})
     self.output_gate = None if output_gate is None else output_gate({"model": dim}, heads)
     self.rope = None if rope is None else rope(head_dim)
     self.query_scale = query_scale
     self.query_norm = _norm(heads, qk_norm, joint_qk_norm)
-    self.key_norm = _norm(kv_heads, qk_norm, joint_qk_norm)
+    self.key_norm = None if key is None else _norm(kv_heads, qk_norm, joint_qk_norm)
     self.value_norm = None if value_norm is None else value_norm(head_dim, over="head")
     self.extra_logit = extra_logit
     self.relative_bias = None if relative_bias is None else relative_bias(num_heads)
@@ -116,28 +115,16 @@ class Attention(module.Module):
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
-    q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
-    k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
-    v_BTKH = k_BTKH
-    if self.value is not None:
-      v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
-    if self.query_norm is not None and self.key_norm is not None:
-      q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-    if self.value_norm is not None:
-      v_BTKH = self.value_norm(v_BTKH)
-    if self.rope is not None:
-      q_BTNH = self.rope(q_BTNH, context.positions_BT)
-      k_BTKH = self.rope(k_BTKH, context.positions_BT)
-    if self.query_scale is not None:
-      factor_BT = self.query_scale(_positions(q_BTNH, context))
-      q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
-    if cache is not None:
+    q_BTNH = self._queries(x_BTD, context)
+    keys_values = self._keys_values(x_BTD, context, cache)
+    k_BTKH, v_BTKH, seen = keys_values
+    if self.key is not None:
+      cache = seen
+    if seen is not None and x_BTD.shape[1] == 1:
       assert context.positions_BT is not None
-      cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
-      if x_BTD.shape[1] == 1:
-        y_BNH = self._attend_to(cache, q_BTNH[:, 0], context.positions_BT)
-        y_BTNH = y_BNH[:, None].astype(q_BTNH.dtype)
-        return self.project(y_BTNH, x_BTD, context), cache, none()
+      y_BNH = self._attend_to(seen, q_BTNH[:, 0], context.positions_BT)
+      y_BTNH = y_BNH[:, None].astype(q_BTNH.dtype)
+      return self.project(y_BTNH, x_BTD, context), cache, self.shared(keys_values)
     options: kernels.AttentionOptions = {
       "scale": self.scale,
       "segments_BT": self._segments(q_BTNH, context),
@@ -153,7 +140,42 @@ class Attention(module.Module):
       plain: kernels.AttentionOptions = {**options, "bias_NTS": None, "soft_cap": None}
       y_BTNH = self.qk_clip(y_BTNH, q_BTNH, k_BTKH, **plain)
     aux = max_logit.logged(context, q_BTNH, k_BTKH, **options)
-    return self.project(y_BTNH, x_BTD, context), cache, aux
+    return self.project(y_BTNH, x_BTD, context), cache, add(aux, self.shared(keys_values))
+
+  def shared(self, keys_values: KeysValues) -> Aux:
+    """Returns the keys and values that later layers attend to, too: none, but see `KvSource`."""
+    del keys_values
+    return none()
+
+  def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+    q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
+    if self.query_norm is not None:
+      q_BTNH = self.query_norm(q_BTNH)
+    if self.rope is not None:
+      q_BTNH = self.rope(q_BTNH, context.positions_BT)
+    if self.query_scale is not None:
+      factor_BT = self.query_scale(_positions(q_BTNH, context))
+      q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(q_BTNH.dtype)
+    return q_BTNH
+
+  def _keys_values(self, x_BTD: jax.Array, context: Context, cache: KvCache | None) -> KeysValues:
+    """Returns keys, values and the updated cache, which may be those of an earlier layer."""
+    if self.key is None:
+      return context.shared[self.window or 0]
+    k_BTKH = mesh.constrain(self.key(x_BTD, context), "batch", "time", "kv_heads", None)
+    v_BTKH = k_BTKH
+    if self.value is not None:
+      v_BTKH = mesh.constrain(self.value(x_BTD, context), "batch", "time", "kv_heads", None)
+    if self.key_norm is not None:
+      k_BTKH = self.key_norm(k_BTKH)
+    if self.value_norm is not None:
+      v_BTKH = self.value_norm(v_BTKH)
+    if self.rope is not None:
+      k_BTKH = self.rope(k_BTKH, context.positions_BT)
+    if cache is not None:
+      assert context.positions_BT is not None
+      cache = cache.write(k_BTKH, v_BTKH, context.positions_BT)
+    return KeysValues(k_BTKH, v_BTKH, cache)
 
   def qk_factors(self, largest: jax.Array) -> qk_clip.Factors:
     """Returns the factors of query and key weights, given the largest logits [..., N]."""
@@ -226,8 +248,10 @@ class Attention(module.Module):
       extras=tuple(name for name, value in given.items() if value is not None),
     )
 
-  def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache:
-    """Returns an empty cache for `batch` sequences of up to `length` tokens."""
+  def empty_cache(self, batch: int, length: int, dtype: Any) -> KvCache | None:
+    """Returns an empty cache for `batch` sequences of up to `length` tokens; None without keys."""
+    if self.key is None:
+      return None
     slots = self.num_slots(length)
     return KvCache.empty(batch, slots, self.num_kv_heads, self.head_dim, self.head_dim, dtype)
 
@@ -244,6 +268,17 @@ class Attention(module.Module):
     seen = min(num_tokens, self.window or num_tokens, self.chunk or num_tokens)
     full = 4 * seen * self.num_heads * self.head_dim
     return full, full * (0.5 if self.chunk is not None else 1 - seen / (2 * num_tokens))
+
+
+@configurable
+class KvSource(Attention):
+  """`Attention` to whose keys and values later layers with the same window attend, too.
+
+  These have no keys of their own (`key=None`).
+  """
+
+  def shared(self, keys_values: KeysValues) -> Aux:
+    return none()._replace(shared={self.window or 0: keys_values})
 
 
 def _num_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:

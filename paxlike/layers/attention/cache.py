@@ -5,7 +5,7 @@ The token at position p is in slot p modulo S, so a layer with a window needs on
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,17 @@ class KvCache:
       k_BKHS=_written(self.k_BKHS, k_BTKH, slots_BT, axis=2),
       v_BKSH=_written(self.v_BKSH, v_BTKH, slots_BT, axis=1),
     )
+
+
+class KeysValues(NamedTuple):
+  """What one layer attends to: keys and values of the tokens of this call, and the cache, if any.
+
+  The cache holds these tokens already.
+  """
+
+  k_BTKH: jax.Array
+  v_BTKH: jax.Array
+  cache: KvCache | None
 
 
 @jax.tree_util.register_dataclass

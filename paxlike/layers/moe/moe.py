@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from paxlike.layers.linear import Linear
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.moe.dispatch import Dispatch, dropless
 from paxlike.layers.moe.experts import Experts
-from paxlike.layers.moe.routing import Choice, Routing, check_groups, softmax_choice
+from paxlike.layers.moe.routing import Choice, Routing, check_groups, scores, softmax_choice
 
 
 @jax.custom_vjp
@@ -40,6 +41,15 @@ def _groups(choice: Choice) -> dict[str, int]:
   return {name: given[name] for name in ("num_groups", "num_chosen_groups") if name in given}
 
 
+def _norms(make: Callable[[int], Any] | None, dim: int) -> tuple[Any, Any]:
+  """Returns the norms of a branch's input and output, or None for each."""
+  return (None, None) if make is None else (make(dim), make(dim))
+
+
+def _normed(norm: Any, x_BTD: jax.Array) -> jax.Array:
+  return x_BTD if norm is None else norm(x_BTD)
+
+
 @configurable
 class Moe(module.Module):
   """A feed-forward layer that routes each token to `num_chosen` of `num_experts` experts."""
@@ -56,6 +66,9 @@ class Moe(module.Module):
     bias_rate: ranges.Fraction | None = None,
     shared: Callable[[int], Mlp] | None = None,
     shared_gate: Callable[..., Linear] | None = None,
+    branch_norm: Callable[[int], Any] | None = None,
+    router_norm: Callable[[int], Any] | None = None,
+    expert_scale: module.Initializer | None = None,
     dispatch: Dispatch = dropless,
     balance_loss: ranges.Weight = 0.0,
     balanced_choices: ranges.Positive | None = None,
@@ -74,6 +87,10 @@ class Moe(module.Module):
         for those above it (auxiliary-loss-free balancing; Wang et al., 2024); None: no bias.
       shared: A shared expert that every token passes through.
       shared_gate: D -> 1, whose sigmoid multiplies the output of the shared expert.
+      branch_norm: Applied to the inputs and outputs of the routed experts, and to those of the
+        shared one. Its block then has no norm before the layer (Gemma 4).
+      router_norm: Applied to the input of the router.
+      expert_scale: Initializer of a trained factor of each routed expert's output.
       dispatch: Moves tokens to their experts and back.
       balance_loss: Weight of the load-balancing loss (Fedus et al., 2021), which is 1 for uniform
         routing.
@@ -89,22 +106,37 @@ class Moe(module.Module):
     self.balanced_choices = balanced_choices
     self.z_loss = z_loss
     self.router = router({"model": dim}, {"experts": num_experts})
+    self.router_norm = None if router_norm is None else router_norm(dim)
+    self.expert_scale = (
+      None if expert_scale is None else self.weight({"experts": num_experts}, init=expert_scale)
+    )
     self.router_bias = None if bias_rate is None else self._bias(num_experts, bias_rate)
     self.experts = experts(num_experts, dim, num_chosen)
     self.shared = None if shared is None else shared(dim)
     gate = {"model": dim}, {"head": 1}
     self.shared_gate = None if shared_gate is None else shared_gate(*gate)
+    self.has_own_norms = branch_norm is not None
+    routed, of_shared = branch_norm, None if shared is None else branch_norm
+    self.routed_norm, self.routed_post_norm = _norms(routed, dim)
+    self.shared_norm, self.shared_post_norm = _norms(of_shared, dim)
 
   def __call__(self, x_BTD: jax.Array, context: Context | None = None) -> tuple[jax.Array, Aux]:
     """Returns (y_BTD, losses and metrics)."""
     bias_E = None if self.router_bias is None else self.router_bias[...]
-    routing = self.choice(self.router(x_BTD), bias_E, self.num_chosen)
-    y_BTD, metrics = self.routed(x_BTD, routing)
+    logits_BTE = self.router(_normed(self.router_norm, x_BTD))
+    routing = self.choice(logits_BTE, bias_E, self.num_chosen)
+    if self.expert_scale is not None:
+      scale_BTE = jnp.broadcast_to(self.expert_scale[...], logits_BTE.shape)
+      factors_BTK = scores(routing.experts_BTK, scale_BTE)
+      routing = routing._replace(weights_BTK=routing.weights_BTK * factors_BTK)
+    y_BTD, metrics = self.routed(_normed(self.routed_norm, x_BTD), routing)
+    y_BTD = _normed(self.routed_post_norm, y_BTD)
     if bias_E is not None:
       load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
       y_BTD = _with_gradient(y_BTD, bias_E, load_E - load_E.mean())
     if self.shared is not None:
-      shared_BTD = self.shared(x_BTD, context)[0]
+      shared_BTD = self.shared(_normed(self.shared_norm, x_BTD), context)[0]
+      shared_BTD = _normed(self.shared_post_norm, shared_BTD)
       if self.shared_gate is not None:
         shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD, context))
       y_BTD += shared_BTD

@@ -41,7 +41,7 @@ def softmax_choice(
   assert bias_E is None
   probabilities_BTE = jax.nn.softmax(logits_BTE, axis=-1)
   experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(probabilities_BTE), num_chosen)[1]
-  weights_BTK = _scores(experts_BTK, probabilities_BTE)
+  weights_BTK = scores(experts_BTK, probabilities_BTE)
   if normalized:
     weights_BTK /= weights_BTK.sum(-1, keepdims=True)
   return Routing(experts_BTK, weights_BTK, probabilities_BTE, logits_BTE)
@@ -76,7 +76,7 @@ def sigmoid_choice(
     allowed = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(-2)
     ranks_BTE = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranks_BTE.shape)
   experts_BTK = jax.lax.top_k(ranks_BTE, num_chosen)[1]
-  weights_BTK = _scores(experts_BTK, scores_BTE)
+  weights_BTK = scores(experts_BTK, scores_BTE)
   weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
   return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
 
@@ -88,7 +88,7 @@ def sigmoid_of_top_choice(
   """The choice of Llama 4: top-k of the logits; weights are their sigmoids, not normalized."""
   assert bias_E is None
   experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), num_chosen)[1]
-  weights_BTK = jax.nn.sigmoid(_scores(experts_BTK, logits_BTE))
+  weights_BTK = jax.nn.sigmoid(scores(experts_BTK, logits_BTE))
   return Routing(experts_BTK, weights_BTK, jax.nn.softmax(logits_BTE, axis=-1), logits_BTE)
 
 
@@ -116,7 +116,7 @@ def check_groups(
     raise ArgumentError(f"{num_chosen=}, but {num_chosen_groups=} have only {allowed} experts.")
 
 
-def _scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
+def scores(experts_BTK: jax.Array, scores_BTE: jax.Array) -> jax.Array:
   """Returns the scores of the chosen experts, float32 [B, T, K].
 
   It compares indexes instead of gathering: in a pipeline stage whose tokens and heads are sharded,
