@@ -26,6 +26,10 @@ from paxlike.errors import UserError
 from paxlike.layers.stack_layout import Layout
 from paxlike.processes import verdicts
 
+# Size limit of the state of the data, which may have the answers of a step:
+# see `training.reinforcement.pending`.
+MAX_INPUT_BYTES = 16 * file_io.MAX_BYTES
+
 
 class Restored(NamedTuple):
   """The contents of a checkpoint."""
@@ -246,8 +250,7 @@ class Checkpoint:
     return self._opened
 
   def _read_json(self, item: str, sums: Checksums | None) -> dict[str, Any]:
-    # Answers to train on may be part of `train_input`: see `training.reinforcement.pending`.
-    most = file_io.MAX_BYTES * (16 if item == "train_input" else 1)
+    most = MAX_INPUT_BYTES if item == "train_input" else file_io.MAX_BYTES
     data = file_io.read_bytes(self._path / item / "metadata", limit=most)
     if sums is not None:
       sums.verify_file(f"{item}/metadata", data)

@@ -56,11 +56,14 @@ class Teacher:
   def definition(self) -> Definition:
     """The model, as config.json of the folder defines it, with frozen weights.
 
-    Pipeline stages and layers for multi-token prediction are left out.
+    Pipeline stages and layers for multi-token prediction are left out, experts drop no tokens, and
+    attention kernels depend on the devices.
 
     Raises:
       UserError: The file cannot be read, or its model is not one of a teacher.
     """
+    from paxlike import fiddlers, layers
+
     file = self._folder / "config.json"
     if not file.exists():
       raise UserError(
@@ -73,6 +76,9 @@ class Teacher:
         graph.mtp = None
       if getattr(graph.stack, "pipeline", None) is not None:
         graph.stack.pipeline = None
+      for node in fiddlers.select(graph, layers.Moe):
+        node.dispatch = layers.dispatch.dropless
+      fiddlers.attention(graph)
       model = building.build(graph, source="its model")
     except UserError as error:
       raise UserError(f"TEACHER={self.path}: {error}") from error
@@ -102,7 +108,8 @@ class Teacher:
     if teacher.vocab_size != model.vocab_size:
       raise UserError(
         f"TEACHER={self.path} has a vocabulary of {teacher.vocab_size} tokens, and the model of"
-        f" {model.vocab_size}: set VOCAB_SIZE, or take a teacher with the same tokenizer."
+        f" {model.vocab_size}, padding included: take a teacher with the same tokenizer and"
+        " VOCAB_SIZE."
       )
     try:
       teacher.check_data(seq_len, None)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +16,7 @@ from paxlike import fiddlers, layers
 from paxlike.checks.check import is_cpu
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
-from paxlike.training import optimizers
+from paxlike.training import objectives, optimizers
 from paxlike.training.execution import Execution
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.trainer import Trainer
@@ -75,6 +76,8 @@ def _shrink(graph: Any, build: Build):
     if (size := getattr(node, name, None)) is not None
   ]
   fiddlers.shrink(graph)
+  if issubclass(fdl.get_callable(graph.objective), objectives.Gkd):
+    graph.objective = fdl.Config(objectives.NextToken)  # The teacher is not shrunk.
   for kind in (layers.Linear, layers.ExpertLinear):
     for node in fiddlers.select(graph, kind):
       # With the small initial weights of large models, attention hardly depends on its keys.
@@ -83,8 +86,8 @@ def _shrink(graph: Any, build: Build):
   if 32 % (shards := 2 * axes["context"] * axes["tensor"]):
     fiddlers.shrink(graph, seq_len=math.lcm(32, shards))
   for node, name, axis, size in large:
-    if size % axes[axis] == 0:
-      setattr(node, name, math.lcm(getattr(node, name), axes[axis]))
+    if size % axes[axis] == 0 and (small := getattr(node, name)) is not None:
+      setattr(node, name, math.lcm(small, axes[axis]))
   for node in fiddlers.select(graph, layers.Attention):
     if node.num_kv_heads is not None:
       node.num_heads = math.lcm(node.num_heads, 2 * node.num_kv_heads)

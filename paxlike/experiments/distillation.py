@@ -54,6 +54,9 @@ class OnPolicyDistillation(Distillation, Reinforcement):
 
   GROUP_SIZE = 1
 
+  def has_values(self) -> bool:
+    return False
+
   def objective(self) -> fdl.Config[objectives.OnPolicyGkd]:
     given: Any = fdl.ordered_arguments(super().objective())
     sampling = fdl.Config(Sampling, temperature=self.ROLLOUT_TEMPERATURE)

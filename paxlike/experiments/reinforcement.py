@@ -83,22 +83,26 @@ class Reinforcement(Experiment):
   KL_IN: Literal["loss", "reward"] | None = None
   EVAL_PROMPTS: ranges.Size | None = None  #: How many prompts are evaluated on. None: all.
 
+  def has_values(self) -> bool:
+    """Returns whether a value head is trained."""
+    return self.ADVANTAGES == "gae"
+
   def model(self) -> fdl.Config[layers.Decoder]:
     model = super().model()
-    if self.ADVANTAGES == "gae":
+    if self.has_values():
       # From zeros, so that the first values are no worse than none.
       model.value_head = fdl.Partial(layers.Linear, role="value_head", init=layers.zeros)
     return model
 
   def restore(self) -> fdl.Config[Restore] | None:
     restore = super().restore()
-    if restore is not None and self.ADVANTAGES == "gae":
+    if restore is not None and self.has_values():
       restore.ignore = (*restore.ignore, VALUE_HEAD)  # Models to start from have none.
     return restore
 
   def objective(self) -> fdl.Config[Grpo]:
-    has_values = self.ADVANTAGES == "gae"
-    is_clipped = self.UPDATES_PER_STEP > 1 or self.ROLLOUTS_BEHIND > 0
+    has_values, is_corrected = self.has_values(), self.IMPORTANCE_CAP is not None
+    is_clipped = self.UPDATES_PER_STEP > 1 or (self.ROLLOUTS_BEHIND > 0 and not is_corrected)
     objective: Any = fdl.Config(
       Ppo if has_values else Grpo,
       beta=self.KL_BETA,

@@ -117,7 +117,7 @@ class StateSource:
     """
     if self.teacher is not None:
       # A start that failed may have left a record of another teacher.
-      taught = self.teacher.load(self.devices, self.folder if int(state.step) else None)
+      taught = self.teacher.load(self.devices, self._first if int(state.step) else None)
       return taught.params, {teacher.RECORD: taught.record}
     return self._initial(state), {}
 

@@ -15,7 +15,7 @@ from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
-from paxlike.training.objectives import Gkd, NextToken
+from paxlike.training.objectives import Gkd, NextToken, OnPolicyGkd
 from paxlike.training.reinforcement import preflight as rollout_checks
 
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
@@ -42,7 +42,10 @@ def check(trainer: Any, *, training: bool):
   # A run with checkpoints of its own can be evaluated without the weights that it started from.
   if trainer.restore is not None and (training or trainer.restore.saved.steps()):
     trainer.restore.check(trainer.definition)
-    _check_tokenizer(trainer, training=training)
+    restore = trainer.restore
+    if restore.matches("embedding.table"):
+      named = f"CHECKPOINT_RESTORE_PATH={restore.path}"
+      _check_tokenizer(trainer, restore.folder.parent, named, training=training)
   if trainer.best is not None:
     trainer.best.check(trainer.eval_data)
   for data in trainer.datasets(training=training):
@@ -74,17 +77,26 @@ def _check_mtp(trainer: Any):
 
 def _check_teacher(trainer: Any, objective: Gkd):
   """Raises a UserError if there is no teacher that the model can learn from."""
-  if not objective.cross_entropy and (trainer.model.z_loss or trainer.model.label_smoothing):
+  is_on_policy = isinstance(objective, OnPolicyGkd)
+  weighs = trainer.model.z_loss or trainer.model.label_smoothing
+  if weighs and not objective.cross_entropy and not is_on_policy:
     raise UserError(
       "Z_LOSS and LABEL_SMOOTHING belong to the cross-entropy: set DISTILLATION_CROSS_ENTROPY, its"
       " weight, or leave them out."
     )
-  if objective.teacher is not None:
-    objective.teacher.check(trainer.model, trainer.data.seq_len)
-    requirements.check(objective.teacher.model, list(trainer.devices.devices.flat))
-    return
-  data = trainer.train_data
+  data, teacher = trainer.train_data, objective.teacher
   before = data.teacher if isinstance(data, PreparedRows) else None
+  if teacher is not None:
+    teacher.check(trainer.model, data.seq_len)
+    try:
+      requirements.check(teacher.model, list(trainer.devices.devices.flat))
+    except UserError as error:
+      raise UserError(f"TEACHER={teacher.path}: {error}") from error
+    folder = file_io.absolute(teacher.path)
+    _check_tokenizer(trainer, folder, f"TEACHER={teacher.path}", training=True)
+    return
+  if is_on_policy:
+    raise UserError("TEACHER is not set: it is the folder of a run or of a converted model.")
   if before is None:
     raise UserError(
       "TEACHER is not set, and the data have no predictions of a teacher: set it, or prepare the"
@@ -97,16 +109,16 @@ def _check_teacher(trainer: Any, objective: Gkd):
     )
 
 
-def _check_tokenizer(trainer: Any, *, training: bool):
-  """Raises a UserError if byte ids would index the restored embedding of another tokenizer."""
-  found = _tokenizer_of(trainer.restore.folder.parent)
-  if found is None or not trainer.restore.matches("embedding.table"):
+def _check_tokenizer(trainer: Any, folder: epath.Path, named: str, *, training: bool):
+  """Raises a UserError if byte ids would index the embedding of a model with another tokenizer."""
+  found = _tokenizer_of(folder)
+  if found is None:
     return
   kind, path = found
   for data in trainer.datasets(training=training):
     if isinstance(data.tokenizer, ByteTokenizer):
       raise UserError(
-        f"TOKENIZER=byte, but the model of CHECKPOINT_RESTORE_PATH={trainer.restore.path} has a"
+        f"TOKENIZER=byte, but the model of {named} has a"
         f" tokenizer: give --fdl.TOKENIZER={kind} --fdl.VOCAB_PATH={shlex.quote(path)}"
       )
 

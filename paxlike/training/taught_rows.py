@@ -14,10 +14,11 @@ from paxlike.data.prepared import TOP_K
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.errors import UserError
+from paxlike.layers.attention.auto import Place
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.module import Params
 from paxlike.training import requirements
-from paxlike.training.objectives import Gkd
+from paxlike.training.objectives import Gkd, OnPolicyGkd
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
@@ -40,6 +41,8 @@ class TaughtRows(RowDataset):
     teacher = getattr(objective, "teacher", None)
     if not isinstance(objective, Gkd) or not isinstance(teacher, Teacher):
       raise UserError("--teacher_top_k needs --fdl.TEACHER=DIR, a knob of the mixin Distillation.")
+    if isinstance(objective, OnPolicyGkd):
+      raise UserError("--teacher_top_k is for texts, and OnPolicyDistillation has prompts only.")
     assert isinstance(rows, RowDataset)
     teacher.check(trainer.model, rows.seq_len)
     requirements.check(teacher.model, list(devices.devices.flat))
@@ -51,7 +54,10 @@ class TaughtRows(RowDataset):
     self._rows, self._devices, self._objective, self._top_k = rows, devices, objective, top_k
     self._definition = teacher.definition
     self._placer = BatchPlacer(
-      devices, batch_size=trainer.batch_size // trainer.accumulation_steps, seq_len=rows.seq_len
+      devices,
+      batch_size=trainer.batch_size // trainer.accumulation_steps,
+      seq_len=rows.seq_len,
+      max_segments=teacher.model.max_segments(Place.on(devices)),
     )
     with jax.set_mesh(devices):
       self._params, record = teacher.load(devices)

@@ -164,11 +164,13 @@ class Trainer:
   @functools.cached_property
   def placer(self) -> BatchPlacer:
     """Places batches on the devices."""
+    models = [self.model] if self.reference is None else [self.model, self.reference.module]
+    limits = [model.max_segments(Place.on(self.devices)) for model in models]
     return BatchPlacer(
       self.devices,
       batch_size=self.batch_size,
       seq_len=self.data.seq_len,
-      max_segments=self.model.max_segments(Place.on(self.devices)),
+      max_segments=min((most for most in limits if most is not None), default=None),
     )
 
   @functools.cached_property

@@ -14,7 +14,8 @@ WITH_IMAGES = "gemma3 with images"
 # Those of `hf_families` that are altered, and Gemma 3 in its wrapper.
 BASES = (
   *("gpt2", "llama", "qwen2", "mistral", "mixtral", "ministral3", "gemma", "gemma2", "gemma3"),
-  *(WITH_IMAGES, "gemma4", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+  *(WITH_IMAGES, "gemma4", "gemma4_moe", "gemma4_shared"),
+  *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
   *("deepseek_v3", "deepseek_v32", "glm4_moe", "llama4", "gpt_oss", "olmo2", "olmo3", "smollm3"),
   *("phi3", "phi3_long", "granite3", "granite4", "nemotron_h", "falcon_h1"),
 )

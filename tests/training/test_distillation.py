@@ -230,6 +230,7 @@ def test_a_student_gets_nearer_to_its_teacher_and_resumes_exactly(task, capsys):
   longer = ("--fdl.MAX_STEPS=31", f"--fdl.TEACHER={folder / 'whole'}")
   assert go("Student", "whole", *own, *longer) == 2
   assert "is not the teacher of the steps so far" in capsys.readouterr().err
+  assert go("Student", "checked", *own, "--mode=check") == 0
   for flags, says in (
     (("--fdl.VOCAB_SIZE=300",), "has a vocabulary of 257 tokens, and the model of 300"),
     ((f"--fdl.TEACHER={folder}",), "has no config.json"),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxlike.errors import UserError
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.processes.host_collectives import fetched
@@ -52,11 +53,29 @@ class PolicyTraining(RolloutTraining):
     return self._how.behind > 0
 
   def saved(self) -> dict[str, Any]:
-    return {} if self._pending is None else {"answers": self._pending.saved()}
+    if self._pending is None:
+      return {}
+    return {"answers": self._pending.saved(), "answers_of": self._knobs_of_answers}
 
   def restore(self, saved: Mapping[str, Any]):
-    if self.is_behind and "answers" in saved:
-      self._pending = Pending.restored(saved["answers"])
+    if not self.is_behind or "answers" not in saved:
+      return
+    for name, now in self._knobs_of_answers.items():
+      if (before := saved["answers_of"].get(name)) != now:
+        raise UserError(
+          f"{name}={now}, but the checkpoint has answers that were sampled ahead with"
+          f" {name}={before}: set it so, or ROLLOUTS_BEHIND=0, which samples them again."
+        )
+    self._pending = Pending.restored(saved["answers"])
+
+  @property
+  def _knobs_of_answers(self) -> dict[str, Any]:
+    return {
+      "PROMPTS_PER_STEP": self._how.num_prompts,
+      "GROUP_SIZE": self._how.group_size,
+      "MAX_SEQ_LEN": self._data.seq_len,
+      "ROLLOUT_TEMPERATURE": self._objective.sampling.temperature,
+    }
 
   def __exit__(self, *unused: object):
     self._rewards.__exit__()
@@ -82,6 +101,9 @@ class PolicyTraining(RolloutTraining):
       results = [sampler.score(prepared, batch) for batch in packed.batches]
       current = packed.collect(fetched([one.scores.log_probabilities_BT for one in results]))
       corrected, metrics["importance_capped_fraction"] = importance(current, answers, cap=cap)
+      if results[0].scores.values_BT is not None:
+        values = packed.collect(fetched([one.scores.values_BT for one in results]))
+        corrected["old_values"] = values
       for of_batch, more in zip(arrays, self._placed(packed, corrected), strict=True):
         of_batch.update(more)
     if references is not None:

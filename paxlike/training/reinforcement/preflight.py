@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
+from paxlike.checkpoints.checkpoint import MAX_INPUT_BYTES
 from paxlike.data.tuning.prompts import Prompts
 from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
@@ -17,6 +18,8 @@ from paxlike.training.reinforcement.values import Gae
 
 if TYPE_CHECKING:
   from paxlike.training.trainer import Trainer
+
+_BYTES_PER_TOKEN = 24  # Of answers in a checkpoint: see `Pending.saved`.
 
 
 def check(trainer: "Trainer"):
@@ -41,6 +44,12 @@ def check(trainer: "Trainer"):
     raise UserError(
       f"MAX_PROMPTS_PER_STEP={how.most_prompts} replaces prompts by their rewards, for which"
       " ROLLOUTS_BEHIND=1 does not wait: leave one of them out."
+    )
+  most = how.num_prompts * how.group_size * (data.max_tokens + how.max_new_tokens)
+  if how.behind and most * _BYTES_PER_TOKEN > MAX_INPUT_BYTES:
+    raise UserError(
+      f"ROLLOUTS_BEHIND=1: the up to {most:,} tokens of a step are too many for a checkpoint; use"
+      " smaller PROMPTS_PER_STEP, GROUP_SIZE or MAX_NEW_TOKENS."
     )
   has_values, has_head = isinstance(how.advantages, Gae), trainer.model.value_head is not None
   if not has_values == has_head == isinstance(trainer.objective, Ppo):

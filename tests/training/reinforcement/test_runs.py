@@ -149,7 +149,7 @@ TIMED = ("time", "second", "flops", "memory", "bytes")
     (*PPO, "--fdl.VALUE_CLIP=0.1", "--fdl.ROLLOUTS_BEHIND=1", "--fdl.IMPORTANCE_CAP=1.5"),
   ],
 )
-def test_resuming_is_exact(letters, tmp_path, more):
+def test_resuming_is_exact(letters, tmp_path, capsys, more):
   more += ("--fdl.KL_BETA=0.1", "--fdl.UPDATES_PER_STEP=2")
   assert letters("whole", *more) == 0
   for steps in (2, 6):
@@ -159,6 +159,10 @@ def test_resuming_is_exact(letters, tmp_path, more):
     for folder in (tmp_path / "whole", tmp_path / "parts")
   )
   assert parts == whole
+  if "--fdl.ROLLOUTS_BEHIND=1" in more:
+    capsys.readouterr()
+    assert letters("parts", *more, "--fdl.num_steps=8", "--fdl.GROUP_SIZE=2") == 2
+    assert "GROUP_SIZE=2, but the checkpoint has answers" in capsys.readouterr().err
   expected, got = (final_state(tmp_path / name, 6) for name in ("whole", "parts"))
   assert expected.keys() == got.keys()
   for name, value in expected.items():
@@ -207,6 +211,7 @@ def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
     ((*PPO, "--fdl.GAE_LAMBDA=1.5"), "GAE_LAMBDA"),
     (("--fdl.MAX_PROMPTS_PER_STEP=1",), "MAX_PROMPTS_PER_STEP=1 is less than PROMPTS_PER_STEP=2"),
     (("--fdl.MAX_PROMPTS_PER_STEP=3", "--fdl.ROLLOUTS_BEHIND=1"), "does not wait: leave one"),
+    (("--fdl.ROLLOUTS_BEHIND=1", "--fdl.PROMPTS_PER_STEP=999999"), "too many for a checkpoint"),
     (("--fdl.GRADIENT_ACCUMULATION_STEPS=2",), "GRADIENT_ACCUMULATION_STEPS: not supported"),
     (("--fdl.PROMPT_FIELD=question",), "no prompt, a text or messages, in the field question"),
     (("--fdl.MAX_PROMPT_TOKENS=3",), "each of its 5 prompts has more than 3 tokens"),
