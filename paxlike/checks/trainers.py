@@ -76,7 +76,8 @@ def _shrink(graph: Any, build: Build):
     if (size := getattr(node, name, None)) is not None
   ]
   fiddlers.shrink(graph)
-  if issubclass(fdl.get_callable(graph.objective), objectives.Gkd):
+  objective: Any = fdl.get_callable(graph.objective)
+  if issubclass(objective, objectives.Gkd):
     graph.objective = fdl.Config(objectives.NextToken)  # The teacher is not shrunk.
   for kind in (layers.Linear, layers.ExpertLinear):
     for node in fiddlers.select(graph, kind):

@@ -59,7 +59,8 @@ def test_on_the_policy_that_sampled_it_is_the_plain_policy_gradient():
 
 
 def test_importance_multiplies_the_penalty():
-  batch, new = batch_of(1)
+  batch, given = batch_of(1)
+  new = jnp.array(given)
   total, sums = Grpo(beta=0.1).loss(new, batch)
   more, doubled = Grpo(beta=0.1).loss(new, {**batch, "importance": np.full(new.shape, 2.0)})
   plain, _ = Grpo().loss(new, batch)
