@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 from etils import epath
+from flax import nnx
 
 from paxlike import file_io
 from paxlike.checkpoints import layout_conversion
@@ -19,8 +20,13 @@ from paxlike.config import building, graph_file, ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 from paxlike.layers import lora
+from paxlike.layers.attention.attention import Attention
+from paxlike.layers.attention.auto import auto
+from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.decoder import Decoder
 from paxlike.layers.module import Definition, Params
+from paxlike.layers.moe.dispatch import dropless
+from paxlike.layers.moe.moe import Moe
 from paxlike.layers.reward_model import RewardModel
 
 RECORD = "teacher.json"
@@ -62,8 +68,6 @@ class Teacher:
     Raises:
       UserError: The file cannot be read, or its model is not one of a teacher.
     """
-    from paxlike import fiddlers, layers
-
     file = self._folder / "config.json"
     if not file.exists():
       raise UserError(
@@ -76,10 +80,12 @@ class Teacher:
         graph.mtp = None
       if getattr(graph.stack, "pipeline", None) is not None:
         graph.stack.pipeline = None
-      for node in fiddlers.select(graph, layers.Moe):
-        node.dispatch = layers.dispatch.dropless
-      fiddlers.attention(graph)
       model = building.build(graph, source="its model")
+      for _, part in nnx.iter_modules(model):
+        if isinstance(part, Moe):
+          part.dispatch = dropless
+        if isinstance(part, Attention | LatentAttention):
+          part.kernel = auto
     except UserError as error:
       raise UserError(f"TEACHER={self.path}: {error}") from error
     if not isinstance(model, Decoder) or isinstance(model, RewardModel):

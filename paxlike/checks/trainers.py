@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +15,7 @@ from paxlike import fiddlers, layers
 from paxlike.checks.check import is_cpu
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
-from paxlike.training import objectives, optimizers
+from paxlike.training import optimizers
 from paxlike.training.execution import Execution
 from paxlike.training.optimizers import Optimizer
 from paxlike.training.trainer import Trainer
@@ -76,9 +75,7 @@ def _shrink(graph: Any, build: Build):
     if (size := getattr(node, name, None)) is not None
   ]
   fiddlers.shrink(graph)
-  objective: Any = fdl.get_callable(graph.objective)
-  if issubclass(objective, objectives.Gkd):
-    graph.objective = fdl.Config(objectives.NextToken)  # The teacher is not shrunk.
+  fiddlers.without_teacher(graph)
   for kind in (layers.Linear, layers.ExpertLinear):
     for node in fiddlers.select(graph, kind):
       # With the small initial weights of large models, attention hardly depends on its keys.

@@ -29,6 +29,7 @@ from paxlike.fiddlers.model import (
   qk_norm,
   rescale,
   shrink,
+  without_teacher,
 )
 from paxlike.fiddlers.selection import select
 
@@ -60,6 +61,7 @@ __all__ = [
   "shrink",
   "stack",
   "transformer_engine",
+  "without_teacher",
 ]
 
 FIDDLERS = {

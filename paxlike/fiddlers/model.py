@@ -12,6 +12,7 @@ from paxlike.config import ranges
 from paxlike.errors import UserError, did_you_mean
 from paxlike.fiddlers import layout
 from paxlike.fiddlers.selection import having, select
+from paxlike.training import objectives
 
 
 def qk_norm(graph: fdl.Buildable):
@@ -133,6 +134,13 @@ def decoding(graph: fdl.Buildable):
   layout.stack(graph, scan=False)
   for node in select(graph, layers.Moe):
     node.dispatch = layers.dispatch.dropless
+
+
+def without_teacher(graph: fdl.Buildable):
+  """Trains on the next token instead of a teacher's predictions, for a model that was shrunk."""
+  objective: Any = fdl.get_callable(graph.objective)
+  if issubclass(objective, objectives.Gkd):
+    graph.objective = fdl.Config(objectives.NextToken)
 
 
 def shrink(graph: fdl.Buildable, seq_len: ranges.Size = 32):

@@ -136,7 +136,7 @@ _VALUES: dict[str, list[Any]] = {
   "qk_nope_head_dim": [8],
   "qk_head_dim": [12],
   "index_topk": [4, 1000],
-  "index_n_heads": [16],  # Of few heads, scores are equal at 0, and torch selects any of them.
+  "index_n_heads": [24],
   "index_head_dim": [8, 16],
   "mlp_layer_types": [["dense"] * 3, ["dense", "sparse", "sparse"], ["sparse"] * 3],
   "v_head_dim": [16],

@@ -244,7 +244,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       **DEEPSEEK,
       "n_group": 4,
       "topk_group": 2,
-      "index_n_heads": 8,
+      "index_n_heads": 16,  # Of few heads, scores are equal at 0, and torch selects any of them.
       "index_head_dim": 12,
       "index_topk": 6,
       "rope_parameters": DEEPSEEK_YARN,
