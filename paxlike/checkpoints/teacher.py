@@ -81,10 +81,11 @@ class Teacher:
       if getattr(graph.stack, "pipeline", None) is not None:
         graph.stack.pipeline = None
       model = building.build(graph, source="its model")
-      for _, part in nnx.iter_modules(model):
-        if isinstance(part, Moe):
+      for _, module in nnx.iter_modules(model):
+        part: Any = module
+        if isinstance(module, Moe):
           part.dispatch = dropless
-        if isinstance(part, Attention | LatentAttention):
+        if isinstance(module, Attention | LatentAttention):
           part.kernel = auto
     except UserError as error:
       raise UserError(f"TEACHER={self.path}: {error}") from error
