@@ -115,7 +115,7 @@ class Attention(module.Module):
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
-    q_BTNH = self._queries(x_BTD, context)
+    q_BTNH = self._prepared(self.query(x_BTD, context), context)
     keys_values = self._keys_values(x_BTD, context, cache)
     k_BTKH, v_BTKH, seen = keys_values
     if self.key is not None:
@@ -147,8 +147,9 @@ class Attention(module.Module):
     del keys_values
     return none()
 
-  def _queries(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-    q_BTNH = mesh.constrain(self.query(x_BTD, context), "batch", "time", "heads", None)
+  def _prepared(self, q_BTNH: jax.Array, context: Context) -> jax.Array:
+    """Returns queries normalized, rotated and scaled."""
+    q_BTNH = mesh.constrain(q_BTNH, "batch", "time", "heads", None)
     if self.query_norm is not None:
       q_BTNH = self.query_norm(q_BTNH)
     if self.rope is not None:
