@@ -110,8 +110,7 @@ class Grpo(Objective):
 
   The loss of a batch is their sum weighted by `weights`, which include the normalization. Besides
   those of `Batch`, a batch has float32 [B, T] `advantages`, `old_log_probabilities` and, if beta is
-  not 0, `reference_log_probabilities`; `importance`, if there is one, multiplies the KL, as it does
-  the advantages already.
+  not 0, `reference_log_probabilities`.
 
   Attributes:
     clip_low: How far a ratio may fall below 1 before its gradient vanishes.
@@ -162,8 +161,7 @@ class Grpo(Objective):
     if self.penalizes:
       back_BT = batch["reference_log_probabilities"] - log_probabilities_BT
       back_BT = jnp.where(is_target_BT, back_BT, 0)
-      kl_BT = ratio_BT * (jnp.exp(back_BT) - 1 - back_BT) * batch.get("importance", 1.0)
-      of_tokens["reference_kl"] = kl_BT
+      of_tokens["reference_kl"] = kl_BT = ratio_BT * (jnp.exp(back_BT) - 1 - back_BT)
       loss_BT += self.beta * kl_BT
     return (loss_BT * weights_BT).sum(), means_of_targets(of_tokens, is_target_BT)
 

@@ -114,19 +114,17 @@ def importance(
     cap: The largest ratio.
 
   Returns:
-    The `advantages`, `old_log_probabilities` and `importance` of the loss, and the metric of how
-    many ratios exceed the cap.
+    The `advantages` and `old_log_probabilities` of the loss, and the metric of how many ratios
+    exceed the cap.
   """
   pairs = list(zip(current, answers, strict=True))
   factors = [np.exp(now - answer.log_probabilities) for now, answer in pairs]
-  capped = [np.minimum(factor, cap) for factor in factors]
-  advantages = [factor * answer.advantage for factor, answer in zip(capped, answers, strict=True)]
+  advantages = [
+    np.minimum(factor, cap) * answer.advantage
+    for factor, answer in zip(factors, answers, strict=True)
+  ]
   exceed = np.concatenate(factors) > cap
-  corrected = {
-    "advantages": advantages,
-    "old_log_probabilities": list(current),
-    "importance": capped,
-  }
+  corrected = {"advantages": advantages, "old_log_probabilities": list(current)}
   return corrected, (np.float32(exceed.sum()), np.float32(exceed.size))
 
 

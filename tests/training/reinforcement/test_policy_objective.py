@@ -58,16 +58,6 @@ def test_on_the_policy_that_sampled_it_is_the_plain_policy_gradient():
   np.testing.assert_allclose(slope, -batch["weights"] * batch["advantages"], rtol=1e-6)
 
 
-def test_importance_multiplies_the_penalty():
-  batch, given = batch_of(1)
-  new = jnp.array(given)
-  total, sums = Grpo(beta=0.1).loss(new, batch)
-  more, doubled = Grpo(beta=0.1).loss(new, {**batch, "importance": np.full(new.shape, 2.0)})
-  plain, _ = Grpo().loss(new, batch)
-  np.testing.assert_allclose(more - plain, 2 * (total - plain), rtol=1e-5)
-  np.testing.assert_allclose(doubled["reference_kl"][0], 2 * sums["reference_kl"][0], rtol=1e-6)
-
-
 def test_advantages_compare_answers_to_the_same_prompt():
   rewards = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
   mean = np.array([0.0, -1.0, -1.0, 2.0])
