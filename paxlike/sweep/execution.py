@@ -41,7 +41,9 @@ class Stop:
 
   def __enter__(self) -> Self:
     for number in self._PASSED_ON:
-      if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup ignores SIGHUP.
+      # nohup ignores SIGHUP. Shells ignore SIGINT for what a script starts in the background, but
+      # a run does not, either.
+      if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
         self._previous[number] = signal.signal(number, self._note)
     return self
 

@@ -30,8 +30,10 @@ def metrics(run: pathlib.Path) -> list[dict]:
 
 
 def start(*flags: str) -> subprocess.Popen:
+  """Starts a sweep as a script does in the background, which ignores Ctrl-C at first."""
+  command = [sys.executable, "-m", "paxlike.sweep.main", *flags]
   return subprocess.Popen(
-    [sys.executable, "-m", "paxlike.sweep.main", *flags],
+    ["bash", "-c", 'trap "" INT; exec "$@"', "sweep", *command],
     cwd=REPOSITORY,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
