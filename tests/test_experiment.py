@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import pytest
 from fiddle import selectors
 from helpers.declared import DECLARED, EXPERIMENTS, every_declaring_class, every_experiment
+from helpers.shrunk import ONE_OF_EACH
 
 from paxlike import fiddlers, layers, registry
 from paxlike.config import building, graph_file
 from paxlike.convert.exporting import config_of
+from paxlike.data.examples import ExampleRows
+from paxlike.data.tuning.conversations import Conversations
 from paxlike.devices import topology
 from paxlike.errors import UserError
 from paxlike.experiment import Experiment
+from paxlike.experiments import datasets
 from paxlike.layers.module import Definition
 from paxlike.training import optimizers
 
@@ -249,6 +253,14 @@ def test_zero_is_zero_and_not_a_default():
   optimizer = experiment.trainer().optimizer
   assert (optimizer.b1, optimizer.weight_decay, optimizer.clip_norm) == (0.0, 0.0, None)
   assert optimizer.learning_rate.decay_start == 0
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_data_mixin_replaces_the_data_of_any_family(name):
+  cls: Any = type("Tuned", (datasets.Jsonl, registry.find(name)), {"__module__": __name__})
+  graph: Any = cls(DATA_PATH="x.jsonl").trainer()
+  assert fdl.get_callable(graph.train_data) is ExampleRows
+  assert fdl.get_callable(graph.train_data.corpus) is Conversations
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():

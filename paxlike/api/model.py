@@ -185,7 +185,7 @@ class Model:
     from paxlike.inference.sampling import Sampling
     from paxlike.training import decode_mode
 
-    given, is_one = _prompts(prompts, vocab_size=self._decoder.model.vocab_size)
+    given, is_one = prompts_of(prompts, vocab_size=self._decoder.model.vocab_size)
     options = decoding.DecodingOptions(
       max_new_tokens=max_new_tokens,
       sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
@@ -243,7 +243,7 @@ class Model:
     """
     import jax
 
-    tokens_BT = _ids(tokens, vocab_size=self._decoder.model.vocab_size, what="tokens")
+    tokens_BT = ids_of(tokens, vocab_size=self._decoder.model.vocab_size, what="tokens")
     most = self._decoder.data.seq_len
     if tokens_BT.ndim != 2 or not tokens_BT.size or tokens_BT.shape[1] > most:
       raise UserError(f"tokens are {list(tokens_BT.shape)}: expected [B, T], T at most {most}.")
@@ -337,7 +337,7 @@ class Model:
       source.convert(pathlib.Path(folder), dtype=dtype)
 
 
-def _prompts(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
+def prompts_of(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
   """Returns (list of prompts, whether `prompts` is a single one)."""
   if isinstance(prompts, str | Mapping):
     return [_text_or_talk(prompts, "the prompt")], True
@@ -350,7 +350,7 @@ def _prompts(prompts: Any, *, vocab_size: int) -> tuple[list[Any], bool]:
     return [_text_or_talk(one, f"prompt {number}") for number, one in enumerate(listed)], False
   is_one = bool(listed) and np.ndim(listed[0]) == 0
   rows = [listed] if is_one else listed
-  return [_ids(row, vocab_size=vocab_size, what="a prompt").tolist() for row in rows], is_one
+  return [ids_of(row, vocab_size=vocab_size, what="a prompt").tolist() for row in rows], is_one
 
 
 def _text_or_talk(prompt: Any, place: str) -> Any:
@@ -371,7 +371,7 @@ def _is_talk(prompt: Any) -> bool:
   return isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)
 
 
-def _ids(tokens: Any, *, vocab_size: int, what: str) -> np.ndarray:
+def ids_of(tokens: Any, *, vocab_size: int, what: str) -> np.ndarray:
   """Returns ids as an array of int32.
 
   Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 
 from paxlike import root_graph, run_folder, run_mode
-from paxlike.api import error_messages
+from paxlike.api import error_messages, model
 from paxlike.api.run import make, name_of
 from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.config import knob_text
@@ -179,10 +179,12 @@ class Session:
       end = self._end_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
       tokens = [*map(int, self.tokenizer.encode(text)), *end]
     else:
-      tokens = [int(token) for token in text]
+      most = self._trainer.model.vocab_size
+      tokens = model.ids_of(text, vocab_size=most, what="an answer").tolist()
     if not tokens:
       raise UserError("an answer to train on needs at least one token.")
-    answer = Answer(prompt=self._tokens(prompt), max_tokens=len(tokens), tokens=tokens)
+    (prompt,) = self._tokens([prompt])
+    answer = Answer(prompt=prompt, max_tokens=len(tokens), tokens=tokens)
     answer.advantage, answer.has_ended = advantage, tokens[-1] in self._end_ids
     answer.log_probabilities = np.zeros(len(tokens), np.float32)
     self._check([answer])
@@ -208,7 +210,11 @@ class Session:
     """
     from paxlike.training.reinforcement.answers import Answer
 
-    given = [self._tokens(prompt) for prompt in prompts]
+    least = {"max_new_tokens": 1, "num_samples": 1, "seed": 0}
+    for name, value in zip(least, (max_new_tokens, num_samples, seed), strict=True):
+      if value < least[name]:
+        raise UserError(f"{name}={value}: expected at least {least[name]}.")
+    given = self._tokens(prompts)
     rng = np.random.default_rng(seed)
     groups = [
       [
@@ -317,6 +323,8 @@ class Session:
 
   def text(self, answer: "Answer") -> str:
     """Returns the text of an answer, without its end token."""
+    if self.tokenizer is None:
+      raise UserError("text: the experiment's data has no tokenizer: read the answer's tokens.")
     tokens = answer.tokens[:-1] if answer.has_ended else answer.tokens
     return self.tokenizer.continuation(answer.prompt, tokens)
 
@@ -327,12 +335,17 @@ class Session:
       ids |= {*renderer.turn_end.ids}
     return sorted(ids)
 
-  def _tokens(self, prompt: Any) -> np.ndarray:
+  def _tokens(self, prompts: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the tokens of each prompt."""
     from paxlike.inference import decoding
     from paxlike.training import decode_mode
 
-    renderer = decode_mode.prompt_renderer_for(self._trainer, [prompt])
-    return decoding.tokens_of(prompt, self.tokenizer, renderer, max_len=self._trainer.data.seq_len)
+    given, is_one = model.prompts_of(prompts, vocab_size=self._trainer.model.vocab_size)
+    if is_one:
+      raise UserError(f"prompts={prompts!r:.60}: expected a list of prompts, not a single one.")
+    renderer = decode_mode.prompt_renderer_for(self._trainer, given)
+    most = self._trainer.data.seq_len
+    return [decoding.tokens_of(one, self.tokenizer, renderer, max_len=most) for one in given]
 
   def _check(self, answers: "Sequence[Answer]", *, trained: bool = False):
     if trained and not answers:

@@ -10,10 +10,11 @@ from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+(?:/\d+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_MARK = re.compile(r"\\boxed\{|####")
+_FRACTION = re.compile(r"\\[dt]?frac(?:\{([^{}]+)\}\{([^{}]+)\}|(\d)(\d)(?!\d))")
 _MIXED = re.compile(r"(-?)(\d+)(?: +|(?=\\[dt]?frac))(\S+)")
 _UNIT = re.compile(r"(?<=[\d}])\s*\\text\{[^{}]*\}$")
-_SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|[\s$]|\^\\circ|\\%|%")
+_SPACING = re.compile(r"\\[,;:! ]|\\left|\\right|\\?\$|\s|\^\\circ|\\%|%")
 _POWER = re.compile(r"(\d+)\^(\d{1,3}|\{\d{1,3}\})")
 _MOST_CHARACTERS = 200  # Of an answer that is read as a number.
 
@@ -31,22 +32,25 @@ class ExactAnswer:
 class MathAnswer:
   r"""1 if the final answer equals that of the record's `answer`; else 0.
 
-  The final answer of a text is what stands in its last `\boxed{}`, else after its last "####", else
-  its last number. Two of them are equal if they are the same number, written as a decimal, with
-  thousands separators, as a fraction, in LaTeX, or followed by a percent sign or a unit in
-  `\text{}`, or else the same text without white space and LaTeX's spacing.
+  The final answer of a text is what stands in its last `\boxed{}`, else after its last "####". If it
+  has neither, it is the last number of an answer, and the whole text of a record's `answer`. Two
+  of them are equal if they are the same number, written as a decimal, with thousands separators, as
+  a fraction, in LaTeX, or followed by a percent sign or a unit in `\text{}`, or else the same text
+  without white space, dollar signs and LaTeX's spacing.
   """
 
   def __call__(self, answer: str, record: Mapping[str, Any]) -> float:
     """Returns the reward."""
-    given, expected = final_answer(answer), final_answer(_expected(record))
+    given, expected = final_answer(answer), _expected(record)
+    if _MARK.search(expected):
+      expected = final_answer(expected)
     if not given or not expected:
       return 0.0
     return float(_normal(given) == _normal(expected))
 
 
 def final_answer(text: str) -> str | None:
-  """Returns the final answer in a text, see `MathAnswer`; None if it has none."""
+  """Returns the final answer in an answer, see `MathAnswer`; None if it has none."""
   start = text.rfind("\\boxed{")
   if start >= 0:
     depth, first = 0, start + len("\\boxed")
@@ -76,7 +80,7 @@ def _normal(answer: str) -> fractions.Fraction | str:
 
 def _number(text: str) -> fractions.Fraction | None:
   text = _SPACING.sub("", text).rstrip(".")
-  text = _FRACTION.sub(r"\1/\2", text).replace("{,}", "").removeprefix("+")
+  text = _FRACTION.sub(r"\1\3/\2\4", text).replace("{,}", "").removeprefix("+")
   text = re.sub(r",(?=\d{3}(?!\d))", "", text)
   if len(text) > _MOST_CHARACTERS or "e" in text.lower():
     return None

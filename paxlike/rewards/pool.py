@@ -115,12 +115,16 @@ class RewardPool:
     """
     of: Any = reward if hasattr(reward, "__qualname__") else type(reward)
     self._name = f"{of.__module__}.{of.__qualname__}"
+    importable = UserError(
+      f"worker processes cannot import the reward {self._name}: make it a function (def) of a"
+      " module, not of a script or of another function."
+    )
     if of.__module__ == "__main__" or "<" in self._name:
-      raise UserError(
-        f"the reward {self._name} is defined in a script or in another function: move it to a"
-        " module, which worker processes can import."
-      )
-    pickled = pickle.dumps(reward)
+      raise importable
+    try:
+      pickled = pickle.dumps(reward)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+      raise importable from error
     self._workers = [_Worker(pickled, seconds) for _ in range(num_workers)]
 
   def begin(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> RewardCalls:
@@ -209,7 +213,8 @@ class _Worker:
       [sys.executable, "-P", "-m", "paxlike.rewards.worker"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
-      env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
+      # Unbuffered, since what a reward prints would be lost when the process is killed.
+      env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"},
       start_new_session=True,  # Ctrl-C ends the run, which ends its workers.
     )
 

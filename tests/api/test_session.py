@@ -107,6 +107,19 @@ def test_what_it_cannot_do_is_said_in_a_line(tmp_path):
       session.sample(["1+1="], max_new_tokens=64)
     with pytest.raises(UserError, match="no answers"):
       session.forward_backward([], "policy")
+    with pytest.raises(UserError, match="expected a list of prompts, not a single one"):
+      session.sample("1+1=", max_new_tokens=3)
+    with pytest.raises(UserError, match="a prompt: expected ids from 0 to 256"):
+      session.sample([[49, 300]], max_new_tokens=3)
+    with pytest.raises(UserError, match="an answer: expected ids from 0 to 256"):
+      session.answer("1+1=", [300])
+    for wrong in ({"max_new_tokens": 0}, {"num_samples": 0}, {"seed": -1}):
+      with pytest.raises(UserError, match="expected at least"):
+        session.sample(["1+1="], **{"max_new_tokens": 3, **wrong})
+    answer = session.answer("1+1=", "2")
+    session.tokenizer = None
+    with pytest.raises(UserError, match="no tokenizer: read the answer's tokens"):
+      session.text(answer)
   with pytest.raises(UserError, match="with LongRoPE, whose factors change beyond 4096 tokens"):
     paxlike.Session("Phi4Mini", tmp_path / "run")
   with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS: not supported"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of answers, and the processes that compute them."""
 
+import functools
 import sys
 import time
 
@@ -69,6 +70,11 @@ def pool(tmp_path, monkeypatch):
     ("\\boxed{-2^2}", "4", False),
     ("\\boxed{" + "1" * 5000 + "^2}", "4", False),
     ("\\boxed{1e999999999}", "4", False),
+    ("\\boxed{\\sqrt{2}}", "\\sqrt{2}", True),
+    ("\\boxed{2}", "\\sqrt{2}", False),
+    ("\\boxed{\\frac34}", "\\frac{3}{4}", True),
+    ("\\boxed{(1,2)}", "(1, 2)", True),
+    ("\\boxed{\\$5}", "5", True),
     ("#### 72", "He sold 48/2 = 24 clips.\n#### 72", True),
     ("the answer is $-3.50$", "-3.5", True),
     ("50\\%", "50", True),
@@ -122,8 +128,10 @@ def test_a_reward_may_be_an_object():
     assert [one.total for one in pool([("abc", {}), ("a", {})])] == [-0.5, 0]
 
 
-def test_workers_return_rewards_in_order(pool):
+def test_workers_return_rewards_in_order(pool, monkeypatch, capfd):
+  monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
   found = pool("length")([("a" * size, {"more": 0.5}) for size in range(9)])
+  assert capfd.readouterr().err.count("a reward may print") == 9
   assert [one.total for one in found] == [size + 0.5 for size in range(9)]
   (both,) = pool("parts")([("", {})])
   assert both.parts == {"form": 0.25, "right": 0.5} and both.total == 0.75
@@ -163,5 +171,7 @@ def test_a_reward_that_is_not_there(name, message):
 
 
 def test_a_reward_within_a_function_cannot_be_imported():
-  with pytest.raises(UserError, match="move it to a module"):
-    RewardPool(lambda answer, record: 1, num_workers=1, seconds=1)
+  inner = lambda answer, record: 1  # noqa: E731
+  for reward in (inner, functools.partial(inner, record={})):
+    with pytest.raises(UserError, match=r"make it a function \(def\) of a module"):
+      RewardPool(reward, num_workers=1, seconds=1)

@@ -82,7 +82,7 @@ def _without_nulls(value: Any) -> Any:
 def check_plain(messages: Sequence[Message], given: Mapping[str, Any], *, template: str):
   """Raises UserError if there is more than texts, which is all that built-in templates render."""
   fields = {name for message in messages for name in ("tool_calls", *THINKING) if message.get(name)}
-  if not all(isinstance(message["content"], str) for message in messages):
+  if not all(isinstance(message.get("content"), str) for message in messages):
     fields.add("content that is not a text")
   if found := sorted(fields | {*given}):
     raise UserError(

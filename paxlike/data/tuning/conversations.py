@@ -187,7 +187,7 @@ class Conversations(TemplatedRecords, Corpus):
     _check_mask(weights, messages)
     # A tokenizer's own template includes BOS if the model needs it.
     start = None if self._template_name == "tokenizer" else self._tokenizer.bos_id
-    if start is None and parts[0].is_target:
+    if start is None and weights[0]:
       start = self._tokenizer.eos_id  # The first target needs an input before it.
     if start is not None:
       ids, weights = np.append(start, ids), np.append(0, weights)

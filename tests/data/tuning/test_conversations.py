@@ -114,6 +114,12 @@ def test_only_answers_and_their_end_count(tmp_path, row):
   assert weights.tolist() == [0] * 14 + [1] * 5
 
 
+def test_the_first_token_of_an_answer_counts_without_a_prompt_too(tmp_path):
+  ((tokens, weights),) = documents(make(tmp_path, {"prompt": "", "completion": "a"}))
+  assert tokens.tolist() == [256, ord("a"), 256]
+  assert weights.tolist() == [0, 1, 1]
+
+
 @pytest.mark.parametrize(
   "row",
   [
@@ -140,6 +146,7 @@ def test_what_is_no_conversation_is_named(tmp_path, row):
       "needs a record|needs messages",
     ),
     ([{"role": "assistant", "content": "b", "thinking": "c"}], {}, "no place for thinking: set"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], {}, "no place for .*tool_calls: set"),
     (
       [{"role": "assistant", "content": "b"}],
       {"tools": [{"name": "f"}]},
