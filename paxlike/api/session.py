@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -19,13 +19,9 @@ from paxlike.errors import UserError
 from paxlike.processes import work_report
 
 if TYPE_CHECKING:
+  from paxlike.api.losses import Loss
   from paxlike.experiment import Experiment
   from paxlike.training.reinforcement.answers import Answer, Packed
-
-# (log_probabilities_BT, arrays) -> (loss, name -> [sum, weight]), in JAX. `arrays` are float32
-# [B, T] `weights`, `advantages` and `old_log_probabilities`; with a value head `values`; and of the
-# answers, if all have them, `returns` and, as `old_values`, `values`.
-Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 class LossResult(NamedTuple):
@@ -90,7 +86,9 @@ class Session:
       knobs=knob_text.pairs(knobs),
       job_log_dir=os.fspath(folder),
     )
-    self._num_slots = num_slots
+    if num_slots < 1:
+      raise UserError(f"num_slots={num_slots}: expected at least 1.")
+    self._num_slots, self._is_open = num_slots, True
     self._stack = contextlib.ExitStack()
     with contextlib.ExitStack() as opening:
       opening.enter_context(work_report.reporting_failure(leave=False))
@@ -152,7 +150,12 @@ class Session:
 
   def close(self, *exception: Any):
     """Releases the folder; updates since the last `save` are lost."""
+    self._is_open = False
     self._stack.__exit__(*(exception or (None, None, None)))
+
+  def _check_open(self):
+    if not self._is_open:
+      raise UserError("the session is closed: open a new one in its folder.")
 
   @property
   def step(self) -> int:
@@ -166,7 +169,8 @@ class Session:
     Args:
       prompt: A text, ids, or messages; see `sample`.
       text: Its text, after which the end token is added, or its ids.
-      advantage: See `forward_backward`.
+      advantage: See `forward_backward`. The loss "policy" also needs its `log_probabilities`: set
+        them, for example to `log_probabilities([answer])[0]`.
 
     Raises:
       UserError: A text is given and the experiment's data has no tokenizer, or there is no token.
@@ -231,18 +235,18 @@ class Session:
 
   @error_messages.for_python()
   def forward_backward(
-    self, answers: "Sequence[Answer]", loss: Literal["cross_entropy", "policy"] | Loss
+    self, answers: "Sequence[Answer]", loss: 'Literal["cross_entropy", "policy"] | Loss'
   ) -> LossResult:
     """Adds the gradients of a loss, a mean over the tokens of `answers`, to those of the next step.
 
     Args:
       answers: Those to train on.
       loss: "cross_entropy"; "policy": the clipped policy gradient of the answers' `advantage`, with
-        the probability ratio to their `log_probabilities` (see `Grpo`); or a `Loss`. It gets the
-        `values` of a model with a value head, and can train them.
+        the probability ratio to their `log_probabilities` (see `Grpo`); or a `losses.Loss`. It gets
+        the `values` of a model with a value head, and can train them.
 
     Raises:
-      UserError: There are no answers, or one is too long.
+      UserError: There are no answers, one is too long, or the loss returns something else.
     """
     from paxlike.training.reinforcement.answers import of_loss
 
@@ -288,6 +292,7 @@ class Session:
     Raises:
       UserError: `forward_backward` has not been called.
     """
+    self._check_open()
     if self._gradients is None:
       raise UserError("optim_step needs gradients: call forward_backward before.")
     gradients, loss, self._gradients, self._loss = self._gradients, self._loss, None, None
@@ -308,6 +313,7 @@ class Session:
     from paxlike.checkpoints.array_names import flatten
     from paxlike.layers.stack import layout_of
 
+    self._check_open()
     if self.step in self._saved.steps():
       return self.step
     with run_folder.writing(self._folder):
@@ -348,9 +354,16 @@ class Session:
     return [decoding.tokens_of(one, self.tokenizer, renderer, max_len=most) for one in given]
 
   def _check(self, answers: "Sequence[Answer]", *, trained: bool = False):
+    from paxlike.training.reinforcement.answers import Answer
+
+    self._check_open()
     if trained and not answers:
       raise UserError("there are no answers.")
     for answer in answers:
+      if not isinstance(answer, Answer):
+        raise UserError(
+          f"expected a list of answers, not {answer!r:.60}; sample returns one for each prompt."
+        )
       size = len(answer.prompt) + (len(answer.tokens) if trained else answer.max_tokens) - 1
       if size > self._trainer.data.seq_len:
         raise UserError(
@@ -390,20 +403,12 @@ class Session:
 
   def _derivative(self, loss: Any) -> Any:
     """Returns the compiled loss with its derivative."""
+    from paxlike.api import losses
     from paxlike.training.forward_backward import differentiated
-    from paxlike.training.objectives import Grpo
 
-    named: dict[Any, Loss] = {"cross_entropy": _cross_entropy, "policy": Grpo().loss}
-    if isinstance(loss, str) and loss not in named:
-      raise UserError(f"loss={loss!r}: expected cross_entropy, policy, or a function.")
     if loss not in self._losses:
-      function: Any = named.get(loss, loss)
-      self._losses[loss] = differentiated(function, **self._options)
+      self._losses[loss] = differentiated(losses.function_of(loss), **self._options)
     return self._losses[loss]
-
-
-def _cross_entropy(log_probabilities_BT: Any, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-  return -(log_probabilities_BT * arrays["weights"]).sum(), {}
 
 
 def _files(experiment: Any, graph: Any) -> dict[str, str | bytes | None]:

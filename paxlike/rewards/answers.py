@@ -32,11 +32,11 @@ class ExactAnswer:
 class MathAnswer:
   r"""1 if the final answer equals that of the record's `answer`; else 0.
 
-  The final answer of a text is what stands in its last `\boxed{}`, else after its last "####". If it
-  has neither, it is the last number of an answer, and the whole text of a record's `answer`. Two
-  of them are equal if they are the same number, written as a decimal, with thousands separators, as
-  a fraction, in LaTeX, or followed by a percent sign or a unit in `\text{}`, or else the same text
-  without white space, dollar signs and LaTeX's spacing.
+  The final answer of a text is what stands in its last `\boxed{}`, else after its last "####". In a
+  text with neither, it is the last number or, of a record, the whole text. Two final answers are
+  equal if they are the same number, written as a decimal, with thousands separators, as a fraction,
+  in LaTeX, or followed by a percent sign or a unit in `\text{}`, or else the same text without
+  white space, dollar signs and LaTeX's spacing.
   """
 
   def __call__(self, answer: str, record: Mapping[str, Any]) -> float:

@@ -71,6 +71,8 @@ def test_a_loss_may_be_any_function_and_gradients_add_up(tmp_path):
       for loss in losses:
         session.forward_backward(examples, loss)
       norms.append(session.optim_step()["grad_norm"])
+      with pytest.raises(UserError, match=r"a number and a dict .* result is \(\) in shapes"):
+        session.forward_backward(examples, cast(Any, lambda scores_BT, arrays: scores_BT.sum()))
   np.testing.assert_allclose(*norms, rtol=1e-5)
   assert not (tmp_path / "run").exists()  # Nothing was saved.
 
@@ -117,9 +119,15 @@ def test_what_it_cannot_do_is_said_in_a_line(tmp_path):
       with pytest.raises(UserError, match="expected at least"):
         session.sample(["1+1="], **{"max_new_tokens": 3, **wrong})
     answer = session.answer("1+1=", "2")
+    with pytest.raises(UserError, match="sample returns one for each prompt"):
+      session.forward_backward(cast(Any, [[answer]]), "policy")
     session.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer: read the answer's tokens"):
       session.text(answer)
+  with pytest.raises(UserError, match="the session is closed"):
+    session.save()
+  with pytest.raises(UserError, match="num_slots=0: expected at least 1"):
+    paxlike.Session(Sums, tmp_path / "run", num_slots=0)
   with pytest.raises(UserError, match="with LongRoPE, whose factors change beyond 4096 tokens"):
     paxlike.Session("Phi4Mini", tmp_path / "run")
   with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS: not supported"):

@@ -185,6 +185,8 @@ def test_losses_are_those_of_trl_on_any_mesh(models, tmp_path, name):
       step = jax.jit(jax.value_and_grad(loss, has_aux=True))
       (value, metrics), gradient = step(weights, placed)
       norm = jnp.sqrt(sum(jnp.square(g).sum() for g in gradient.values()))
+    row = [f"{x:.7g}" for x in (value, expected[0], norm, expected[1])]
+    print("|", " | ".join([name, str(devices), *row]), "|")  # With -s: a table of docs/results.md.
     np.testing.assert_allclose((value, norm), expected, rtol=1e-5)
     assert metrics.get("reference_kl", [1])[0] > 0  # Else it would have no effect.
 
