@@ -9,6 +9,7 @@ from paxlike import fiddlers, layers
 from paxlike.checkpoints.warm_start import Restore
 from paxlike.config import ranges
 from paxlike.config.knobs import Knobs
+from paxlike.errors import UserError
 
 
 class FineTuningKnobs(Knobs):
@@ -45,14 +46,12 @@ class FineTuningKnobs(Knobs):
 
   def lora_scale(self) -> float:
     """Returns the multiplier of the adapters' outputs."""
-    alpha = self.LORA_ALPHA
-    return layers.lora.scale_of(self.LORA_RANK, alpha, rslora=self._rslora())
-
-  def _rslora(self) -> bool:
-    return self.LORA_ALPHA is not None and self.LORA_RSLORA  # Without alpha it has no effect.
+    return layers.lora.scale_of(self.LORA_RANK, self.LORA_ALPHA, rslora=self.LORA_RSLORA)
 
   def adapt(self, graph: fdl.Buildable):
     """Adds LoRA, if USE_LORA, to a graph that contains the model."""
+    if self.USE_LORA and self.LORA_RSLORA and self.LORA_ALPHA is None:
+      raise UserError("LORA_RSLORA=True scales by LORA_ALPHA / sqrt(LORA_RANK): set LORA_ALPHA.")
     if self.USE_LORA:
       fiddlers.lora(
         graph,
@@ -61,6 +60,6 @@ class FineTuningKnobs(Knobs):
         dropout=self.LORA_DROPOUT,
         roles=[role.strip() for role in self.LORA_TARGET_LAYERS.split(",")],
         base=self.LORA_BASE_QUANTIZATION,
-        rslora=self._rslora(),
+        rslora=self.LORA_RSLORA,
         dora=self.LORA_DORA,
       )

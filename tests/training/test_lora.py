@@ -236,7 +236,7 @@ def test_knobs_of_adapters_need_adapters(tmp_path, capsys):
   assert train(tmp_path / "run", LORA_RANK=4) == 2
   assert "LORA_RANK has no effect" in capsys.readouterr().err
   assert train(tmp_path / "run", USE_LORA=True, LORA_RSLORA=True) == 2
-  assert "LORA_RSLORA has no effect" in capsys.readouterr().err
+  assert "LORA_RSLORA=True scales by LORA_ALPHA / sqrt" in capsys.readouterr().err
   twice = {"LORA_DORA": True, "LORA_DROPOUT": 0.1, "QUANTIZATION": "fp8"}
   no_dropout = {"LORA_TARGET_LAYERS": "head", "LORA_DROPOUT": 0.1}
   no_magnitude = {"LORA_TARGET_LAYERS": "query,embedding", "LORA_DORA": True}
