@@ -48,8 +48,8 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   )
   lines = [
     _listed("configuration keys that differ", keys),
-    _listed("tensors that it lacks", lacks),
-    _listed("tensors that it has in addition", more or []),
+    _listed(f"tensors that {name} lacks", lacks),
+    _listed(f"tensors of {name} that this model lacks", more or []),
   ]
   return f"The nearest is {name}: {'; '.join(filter(None, lines)) or 'no name differs'}."
 

@@ -109,8 +109,8 @@ def test_the_family_nearest_to_an_unknown_model_is_named(tmp_path, capsys):
   assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
   assert (
     "The nearest is llama: configuration keys that differ (1): clip_qkv;"
-    " tensors that it lacks (1): model.layers.*.final_norm.weight;"
-    " tensors that it has in addition (1): model.layers.*.post_attention_layernorm.weight."
+    " tensors that llama lacks (1): model.layers.*.final_norm.weight; tensors of llama that this"
+    " model lacks (1): model.layers.*.post_attention_layernorm.weight."
   ) in capsys.readouterr().err
 
 
