@@ -15,7 +15,7 @@ from flax import nnx
 
 from paxlike import fiddlers, file_io, run_folder, run_mode
 from paxlike.checkpoints.run_checkpoints import Checkpoints
-from paxlike.checkpoints.warm_start import Restore, began_with
+from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with
 from paxlike.config import building, graph_file
 from paxlike.convert.stored import Stored
 from paxlike.devices import mesh
@@ -151,7 +151,9 @@ class _Run:
   def check_base(self, base: epath.Path, step: int):
     """Raises a UserError unless the adapters were trained on checkpoint `step` of `base`."""
     given = Restore(path=os.fspath(base), step=step)
-    began = began_with(self._folder, given=given, flag="the folder of paxlike.load")
+    began = None
+    if (self._folder / PROVENANCE).exists():  # Else all weights were initialized.
+      began = began_with(self._folder, given=given, flag="the folder of paxlike.load")
     own = Checkpoints(given.folder, keep=None).at(step).identity()
     if began is None or began.step is None or began.saved.at(began.step).identity() != own:
       raise UserError(

@@ -61,3 +61,6 @@ def test_what_cannot_be_decoded_together_is_refused(trained, model, runs):
     paxlike.load(trained.folder, 2, adapters={"one": runs["a"].folder})
   with pytest.raises(paxlike.UserError, match="has no adapters"):
     paxlike.load(trained.folder, adapters={"one": trained.folder})
+  (runs["c"].folder / "restored_from.json").rename(runs["c"].folder / "gone.json")
+  with pytest.raises(paxlike.UserError, match="were not trained on checkpoint 4 of"):
+    paxlike.load(trained.folder, adapters={"one": runs["c"].folder})
