@@ -101,6 +101,20 @@ class PairRows(ExampleRows):
   def _most(self) -> int:
     return self.seq_len // 2
 
+  def _check_not_empty(self):
+    super()._check_not_empty()
+    _, offsets, columns = self._index
+
+    def has_loss(example: int) -> bool:
+      first = offsets[example] + 1
+      return bool(columns["weights"][first : first + self._sizes[example]].any())
+
+    if not any(all(map(has_loss, pair)) for pair in self._kept.reshape(-1, 2)):
+      raise UserError(
+        f"{self.named}: half of MAX_SEQ_LEN={self.seq_len} truncates an answer of each pair before"
+        " its first token with loss: raise it."
+      )
+
   def _make_plan(self, epoch: int) -> EpochPlan:
     first, last = (int(share * (len(self._sizes) // 2)) for share in self._split)
     pairs = np.arange(first, last)

@@ -8,7 +8,7 @@ import pytest
 
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.data.tuning.labeled_answers import LabeledAnswers, LabeledRows
-from paxlike.data.tuning.preferences import PairRows, Preferences
+from paxlike.data.tuning.preferences import PairRows, Preferences, ScoredPreferences
 from paxlike.errors import UserError
 
 USER = [{"role": "user", "content": "one and one is"}]
@@ -65,6 +65,14 @@ def test_each_answer_has_half_a_row_and_pairs_stay_together(tmp_path):
     seen.add(tuple(chosen))
   assert len(seen) > 5
   assert rows.fingerprint() != PairRows(corpus=corpus(tmp_path, *pairs), seq_len=40).fingerprint()
+
+
+def test_pairs_of_which_one_answer_never_fits_are_refused(tmp_path):
+  pairs = [{"prompt": "1", "chosen": "a", "rejected": "b" * 30}] * 3
+  rows = PairRows(corpus=corpus(tmp_path, *pairs, kind=ScoredPreferences), seq_len=40)
+  with pytest.raises(UserError, match="half of MAX_SEQ_LEN=40 truncates an answer of each pair"):
+    rows.batches(1)
+  PairRows(corpus=corpus(tmp_path, *pairs), seq_len=40).batches(1).close()
 
 
 def test_what_is_no_pair_is_said(tmp_path):
