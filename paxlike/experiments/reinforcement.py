@@ -50,8 +50,8 @@ class Reinforcement(Experiment):
   MAX_PROMPTS_PER_STEP: ranges.Size | None = None
   #: Updates of a step, each on all its answers. With more than one, probability ratios are clipped.
   UPDATES_PER_STEP: ranges.Size = 1
-  #: 1: answers are sampled before the update of the step before theirs, and rewarded during that
-  #: update and the next sampling. Probability ratios are then clipped.
+  #: 1: the answers of a step are sampled before the update of the previous step, and rewarded
+  #: during that update and the next sampling. Probability ratios are then clipped.
   ROLLOUTS_BEHIND: Literal[0, 1] = 0
   #: With ROLLOUTS_BEHIND: ratios are clipped around the policy before the step, and advantages
   #: multiplied by its ratios to the policy that sampled, up to this (truncated importance

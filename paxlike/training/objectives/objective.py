@@ -29,7 +29,7 @@ class Objective(abc.ABC):
   def reference(self, definition: Definition) -> Definition | None:
     """Returns the definition of the reference model, of whose weights a step needs a copy.
 
-    None: it needs none, or with LoRA those of the model, `definition`, serve.
+    None: it needs none, or the model's own weights serve, as with LoRA.
     """
     return definition if self.needs_reference and not shares_base(definition) else None
 

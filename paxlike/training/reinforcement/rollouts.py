@@ -25,8 +25,8 @@ class Rollouts:
     group_size: Answers to each prompt.
     num_updates: Updates of a step, each on all its answers; from the second one on, the policy is
       no longer the one that sampled them.
-    behind: Number of steps by which answers are sampled ahead, so that the weights that sample them
-      are so many steps behind those that are trained on them.
+    behind: How many steps older than the weights that are trained on answers are those that sample
+      them.
     importance_cap: The cap of importance ratios that correct for that; None: the probability ratio
       of the loss is to the policy that sampled. See `pending.importance`.
     max_new_tokens: The most tokens of an answer.
