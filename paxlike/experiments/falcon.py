@@ -84,12 +84,11 @@ class FalconH1(Mamba):
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
     multipliers = {name: name.upper() for name in _MULTIPLIERS}
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("attention_bias", "stack.{}.attention.*"),
       model_type="falcon_h1",
       architecture="FalconH1ForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
         **multipliers,
         "embedding_multiplier": "EMBEDDING_SCALE",
         "ssm_multipliers": "SSM_MULTIPLIERS",
@@ -98,7 +97,6 @@ class FalconH1(Mamba):
         **MAMBA_KEYS,
       },
       defaults={
-        **{k: v for k, v in family.defaults.items() if k != "attention_bias"},
         **dict.fromkeys(_MULTIPLIERS, 1.0),
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
@@ -111,17 +109,14 @@ class FalconH1(Mamba):
       },
       derived={"mamba_d_ssm": lambda config: config["mamba_n_heads"] * config["mamba_d_head"]},
       fixed={
-        **family.fixed,
         "mamba_norm_before_gate": False,
         "mamba_proj_bias": False,
         "projectors_bias": False,
         "time_step_limit": NO_STEP_LIMITS,
       },
       # In the published configurations, but unused.
-      neutral=frozenset(
-        {"attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp"}
-        | {"mlp_expansion_factor", "num_logits_to_keep"}
-      ),
+      neutral={"attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp"}
+      | {"mlp_expansion_factor", "num_logits_to_keep"},
       rope=HfRope(types=("default",)),
       rules=_rules(family.rules),
     )

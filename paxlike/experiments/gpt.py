@@ -89,7 +89,7 @@ class Gpt(Experiment):
       rules=rules,
       prefix="transformer.",
       # Masks, and a copy of the embedding table.
-      ignored=(r".*\.attn\.(masked_)?bias",),
+      ignored=frozenset({r".*\.attn\.(masked_)?bias"}),
       copies={"lm_head.weight": "transformer.wte.weight"},
     )
 

@@ -6,14 +6,13 @@ Each of its layers has a feed-forward layer for all tokens and, in the larger mo
 beside it.
 """
 
-import dataclasses
 from typing import Literal
 
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_layers import LayerKinds
 from paxlike.checkpoints.hf_rules import ExpertMatrices, Matrix, Rules, stacked
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -73,12 +72,11 @@ class Granite3(Granite):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="granite",
       architecture="GraniteForCausalLM",
-      knobs={**family.knobs, **_SCALES},
-      defaults={**family.defaults, **dict.fromkeys(_SCALES, 1.0)},
+      knobs=_SCALES,
+      defaults=dict.fromkeys(_SCALES, 1.0),
     )
 
 
@@ -126,12 +124,11 @@ class Granite4(Moe, Hybrid, Granite):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("num_hidden_layers", "stack.{}.mlp.*"),
       model_type="granitemoehybrid",
       architecture="GraniteMoeHybridForCausalLM",
       knobs={
-        **{k: v for k, v in family.knobs.items() if k != "num_hidden_layers"},
         "shared_intermediate_size": "HIDDEN_DIMS",
         "intermediate_size": "EXPERT_DIMS",
         "num_local_experts": "NUM_EXPERTS",
@@ -142,7 +139,6 @@ class Granite4(Moe, Hybrid, Granite):
         **MAMBA_KEYS,
       },
       defaults={
-        **family.defaults,
         "shared_intermediate_size": 1024,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
@@ -154,14 +150,13 @@ class Granite4(Moe, Hybrid, Granite):
       },
       choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
       derived={"mamba_expand": expansion},
-      neutral=frozenset({"mamba_chunk_size"}),
+      neutral={"mamba_chunk_size"},
       fixed={
-        **family.fixed,
         "mamba_proj_bias": False,
         "normalization_function": "rmsnorm",
         "time_step_limit": NO_STEP_LIMITS,
       },
-      layers=HfLayers(
+      layers=LayerKinds(
         names={
           "mamba": "mamba",
           "attention": "attention",

@@ -7,7 +7,6 @@ of rotary layers, by norms without weights. A token has one expert, whose input 
 sigmoid of the router's logit, beside a shared expert. In Maverick, every other layer has experts.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -116,12 +115,11 @@ class Llama4(Moe, Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("mlp_bias",),
       model_type="llama4_text",
       architecture="Llama4ForCausalLM",
       knobs={
-        **family.knobs,
         "intermediate_size_mlp": "HIDDEN_DIMS",
         "intermediate_size": "EXPERT_DIMS",
         "num_local_experts": "NUM_EXPERTS",
@@ -155,24 +153,24 @@ class Llama4(Moe, Llama):
         "floor_scale": 8192,
         "attn_scale": 0.1,
       },
-      nullable=frozenset({"num_key_value_heads", "head_dim", "attention_chunk_size"}),
-      fixed={"hidden_act": family.fixed["hidden_act"], "num_experts_per_tok": 1},
-      neutral=frozenset({"router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"}),
+      nullable={"attention_chunk_size"},
+      fixed={"num_experts_per_tok": 1},
+      neutral={"router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"},
       rewritten=_without_layers,
       rope=HfRope(
         theta=500_000.0,
         types=("default", "linear", "llama3"),
         numbers={"llama3": {"high_freq_factor": ("ROPE_HIGH", 4.0)}},
       ),
-      rules=_rules(family.rules),
+      rules=_rules(),
       wrapper=_WITH_IMAGES,
     )
 
 
-def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight."""
+def _rules() -> Rules:
+  """Returns the rules of feed-forward layers."""
   at = "model.layers.{}.feed_forward"
-  rules = of_llama | {
+  rules: Rules = {
     "stack.{}.mlp.router.w": Matrix(f"{at}.router.weight"),
     "stack.{}.mlp.experts.down.w": Same(f"{at}.experts.down_proj"),
   }

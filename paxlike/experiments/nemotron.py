@@ -5,13 +5,11 @@ Each layer is either Mamba-2, attention without positions, or a feed-forward lay
 ReLU. Those of Nemotron 3 have experts.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_layers import LayerKinds
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -66,13 +64,11 @@ class NemotronH(SigmoidMoe, Hybrid):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    left_out = ("num_hidden_layers", "rms_norm_eps", "attention_bias")
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("num_hidden_layers", "rms_norm_eps", "attention_bias", "hidden_act", "stack.*"),
       model_type="nemotron_h",
       architecture="NemotronHForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key not in left_out},
         "layer_norm_epsilon": "NORM_EPSILON",
         "mamba_num_heads": "MAMBA_NUM_HEADS",
         "mamba_head_dim": "MAMBA_DIMS_PER_HEAD",
@@ -96,9 +92,9 @@ class NemotronH(SigmoidMoe, Hybrid):
         "time_step_limit": NO_STEP_LIMITS,
         "use_bias": False,
       },
-      neutral=frozenset(_NEUTRAL),
+      neutral=_NEUTRAL,
       aliases={"num_local_experts": "n_routed_experts", "attention_head_dim": "head_dim"},
-      layers=HfLayers(
+      layers=LayerKinds(
         names={
           "linear_attention": "mamba",
           "full_attention": "attention",
@@ -109,7 +105,7 @@ class NemotronH(SigmoidMoe, Hybrid):
       rope=None,
       rules=_rules(family.rules),
       copies={"lm_head.weight": "backbone.embeddings.weight"},
-      ignored=(r"mtp\..*",),
+      ignored={r"mtp\..*"},
     )
 
 
