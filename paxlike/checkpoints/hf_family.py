@@ -34,7 +34,7 @@ class Wrapper:
 
   model_type: str
   neutral: frozenset[str]
-  fixed: Mapping[str, Any]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   renamed: Mapping[str, str]
   dropped: str
   tied: bool | None = True
@@ -81,64 +81,76 @@ class Wrapper:
 class Family:
   """A family's `config.json` and safetensors files, for both directions.
 
+  A family needs a few of these attributes only; see `variant` for one that resembles another.
+
   Attributes:
     model_type: `model_type` of the configuration.
-    other_types: Further values of `model_type` for the same model, which exports do not write.
     architecture: The class in transformers.
-    knobs: Configuration key -> knob.
+    knobs: Configuration key -> knob; the constructor also takes a pair of the knob and the default.
+    rules: Weight -> its tensors.
+    rope: Rotary position embedding, if any.
+    layers: The configuration keys with a value for each layer, if any.
+    wrapper: The multimodal model that contains a model of this family.
+    other_types: Further values of `model_type` for the same model, which exports do not write.
+
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
     nullable: Keys that may be null; their knobs are None then.
-    choices: Key in `knobs` -> each of its values and that of the knob; others are refused. If some
-      mean the same, the first is written.
-    derived: Key -> its value, given the others, defaults included; it is written.
     fixed: Keys that must have this value, or one of a tuple; an absent key means this value unless
       `defaults` has another. The first is written.
     neutral: Keys without effect on logits, besides those of every family.
+    choices: Key in `knobs` -> each of its values and that of the knob; others are refused. If some
+      mean the same, the first is written.
+    derived: Key -> its value, given the others, defaults included; it is written.
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
     rewritten: Replaces keys of a configuration by others that mean the same, before any is read.
-    layers: The keys with a value for each layer, if any.
-    rope: Rotary position embedding, if any.
-    rules: Weight -> its tensors.
-    mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
+
+    without: Name of a weight -> rules for models that lack it.
+    mtp: Rules for each layer of multi-token prediction, such as of "projection.w", besides those of
       its block. These layers follow the last one of the model. Empty: no place for them.
     mtp_copies: Weight of the model -> its copy in each of these layers, which exports write.
-    without: Name of a weight -> rules for models that lack it.
-    prefix: Prefix of tensor names that some files lack.
+    copies: Tensor that may be present and is not read -> the tensor that it must equal.
     ignored: Patterns (`re`) of tensors that may be present and are not needed; `{KNOB}` stands for
       the knob's value.
-    copies: Tensor that may be present and is not read -> the tensor that it must equal.
-    wrapper: The multimodal model that contains a model of this family.
+    prefix: Prefix of tensor names that some files lack.
     stacked_experts: Suffix of a tensor's name, if one tensor may stack the matrices of all experts
       -> for each matrix of an expert, what takes the place of the name's last component.
   """
 
   model_type: str
-  other_types: tuple[str, ...] = ()
   architecture: str
-  knobs: Mapping[str, str]
+  knobs: Mapping[str, Any]
+  rules: Rules
+  rope: HfRope | None = None
+  layers: HfLayers | None = None
+  wrapper: Wrapper | None = None
+  other_types: tuple[str, ...] = ()
+
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   nullable: frozenset[str] = frozenset()
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
   choices: Mapping[str, Mapping[Any, Any]] = dataclasses.field(default_factory=dict)
   derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
     default_factory=dict
   )
-  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  neutral: frozenset[str] = frozenset()
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   rewritten: Callable[[dict[str, Any]], dict[str, Any]] = dict
-  layers: HfLayers | None = None
-  rope: HfRope | None = None
-  rules: Rules
+
+  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
   mtp: Rules = dataclasses.field(default_factory=dict)
   mtp_copies: Rules = dataclasses.field(default_factory=dict)
-  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
-  prefix: str = ""
-  ignored: frozenset[str] = frozenset()
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  wrapper: Wrapper | None = None
+  ignored: frozenset[str] = frozenset()
+  prefix: str = ""
   stacked_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    pairs = {key: knob for key, knob in self.knobs.items() if isinstance(knob, tuple)}
+    knobs, defaults = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
+    object.__setattr__(self, "knobs", {**self.knobs, **knobs})
+    object.__setattr__(self, "defaults", {**self.defaults, **defaults})
 
   def variant(self, *, lacking: Collection[str] = (), **changes: Any) -> "Family":
     """Returns a family that differs from this one.

@@ -60,11 +60,10 @@ def with_experts(family: hugging_face.Family) -> hugging_face.Family:
     knobs={
       "first_k_dense_replace": "NUM_DENSE_LAYERS",
       **SIGMOID_MOE_KEYS,
-      "n_shared_experts": "NUM_SHARED_EXPERTS",
+      "n_shared_experts": ("NUM_SHARED_EXPERTS", 1),
       "num_nextn_predict_layers": "MTP_NUM_LAYERS",
     },
     defaults={
-      "n_shared_experts": 1,
       "num_experts_per_tok": 8,
       "num_nextn_predict_layers": 0,  # An import counts those in the files.
     },
@@ -163,22 +162,17 @@ class DeepSeek(DeepSeekMoe, Llama):
       other_types=("kimi_k2",),  # See kimi.py.
       architecture="DeepseekV3ForCausalLM",
       knobs={
-        "qk_nope_head_dim": "DIMS_PER_HEAD",
-        "qk_rope_head_dim": "DIMS_PER_ROPE_HEAD",
-        "v_head_dim": "DIMS_PER_VALUE_HEAD",
-        "kv_lora_rank": "LATENT_DIMS",
-        "q_lora_rank": "QUERY_LATENT_DIMS",
+        "qk_nope_head_dim": ("DIMS_PER_HEAD", 128),
+        "qk_rope_head_dim": ("DIMS_PER_ROPE_HEAD", 64),
+        "v_head_dim": ("DIMS_PER_VALUE_HEAD", 128),
+        "kv_lora_rank": ("LATENT_DIMS", 512),
+        "q_lora_rank": ("QUERY_LATENT_DIMS", 1536),
       },
       defaults={
         "num_key_value_heads": 128,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
         "n_group": 8,
         "topk_group": 4,
         "first_k_dense_replace": 3,

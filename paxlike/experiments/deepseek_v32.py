@@ -74,14 +74,9 @@ class DeepSeekSparse(DeepSeek):
       other_types=(),
       architecture="DeepseekV32ForCausalLM",
       knobs={
-        "index_n_heads": "INDEX_NUM_HEADS",
-        "index_head_dim": "INDEX_DIMS_PER_HEAD",
-        "index_topk": "INDEX_TOP_K",
-      },
-      defaults={
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 2048,
+        "index_n_heads": ("INDEX_NUM_HEADS", 64),
+        "index_head_dim": ("INDEX_DIMS_PER_HEAD", 128),
+        "index_topk": ("INDEX_TOP_K", 2048),
       },
       derived={"mlp_layer_types": _mlp_layer_types},
       layers=LayerPattern(("indexed_attention",)),

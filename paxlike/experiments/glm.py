@@ -55,7 +55,7 @@ class GlmMoe(DeepSeekMoe, Llama):
       lacking=("mlp_bias", "stack.{}.attention.output.b"),
       model_type="glm4_moe",
       architecture="Glm4MoeForCausalLM",
-      knobs={"use_qk_norm": "QK_NORM"},
+      knobs={"use_qk_norm": ("QK_NORM", False)},
       defaults={
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
@@ -65,7 +65,6 @@ class GlmMoe(DeepSeekMoe, Llama):
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "use_qk_norm": False,
       },
       rope=HfRope(share=0.5),
     )

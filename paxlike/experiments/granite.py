@@ -18,7 +18,6 @@ from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mamba import (
-  MAMBA_DEFAULTS,
   MAMBA_KEYS,
   NO_STEP_LIMITS,
   Hybrid,
@@ -31,10 +30,10 @@ from paxlike.registry import register
 
 # Keys of `config.json` for the scales, which are 1 if absent.
 _SCALES = {
-  "embedding_multiplier": "EMBEDDING_SCALE",
-  "residual_multiplier": "RESIDUAL_SCALE",
-  "attention_multiplier": "ATTENTION_SCALE",
-  "logits_scaling": "LOGITS_DIVISOR",
+  "embedding_multiplier": ("EMBEDDING_SCALE", 1.0),
+  "residual_multiplier": ("RESIDUAL_SCALE", 1.0),
+  "attention_multiplier": ("ATTENTION_SCALE", 1.0),
+  "logits_scaling": ("LOGITS_DIVISOR", 1.0),
 }
 
 
@@ -76,7 +75,6 @@ class Granite3(Granite):
       model_type="granite",
       architecture="GraniteForCausalLM",
       knobs=_SCALES,
-      defaults=dict.fromkeys(_SCALES, 1.0),
     )
 
 
@@ -129,24 +127,15 @@ class Granite4(Moe, Hybrid, Granite):
       model_type="granitemoehybrid",
       architecture="GraniteMoeHybridForCausalLM",
       knobs={
-        "shared_intermediate_size": "HIDDEN_DIMS",
+        "shared_intermediate_size": ("HIDDEN_DIMS", 1024),
         "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "num_local_experts": ("NUM_EXPERTS", 8),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 2),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
         **_SCALES,
-        "position_embedding_type": "USE_ROPE",
+        "position_embedding_type": ("USE_ROPE", None),
         **MAMBA_KEYS,
-      },
-      defaults={
-        "shared_intermediate_size": 1024,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-        **dict.fromkeys(_SCALES, 1.0),
-        "position_embedding_type": None,
-        **MAMBA_DEFAULTS,
-        "mamba_d_head": 64,
+        "mamba_d_head": ("MAMBA_DIMS_PER_HEAD", 64),
       },
       choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
       derived={"mamba_expand": expansion},

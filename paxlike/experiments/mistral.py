@@ -26,7 +26,6 @@ _WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "image_token_index", "image_token_id", "projector_hidden_act"}
     | {"multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"}
   ),
-  fixed={},
   # As published, and as transformers saves it since 4.52.
   renamed={"language_model.": "", "model.language_model.": "model."},
   dropped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
@@ -52,8 +51,8 @@ class Mistral(Llama):
       lacking=("attention_bias",),
       model_type="mistral",
       architecture="MistralForCausalLM",
-      knobs={"sliding_window": "WINDOW"},
-      defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+      knobs={"sliding_window": ("WINDOW", 4096)},
+      defaults={"num_key_value_heads": 8},
       nullable={"sliding_window"},
       wrapper=_WITH_IMAGES,
     )
@@ -211,16 +210,13 @@ class Mixtral(Moe, Mistral):
       architecture="MixtralForCausalLM",
       knobs={
         "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "num_local_experts": ("NUM_EXPERTS", 8),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 2),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
       },
       defaults={
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
       },
       neutral={"router_jitter_noise"},  # For training only.
       aliases={"num_experts": "num_local_experts"},

@@ -122,8 +122,7 @@ class Olmo3(Olmo2):
     return family.variant(
       model_type="olmo3",
       architecture="Olmo3ForCausalLM",
-      knobs={"sliding_window": "WINDOW"},
-      defaults={"sliding_window": 4096},
+      knobs={"sliding_window": ("WINDOW", 4096)},
       layers=LayerPattern((*["sliding_attention"] * 3, "full_attention")),
       rope=HfRope(theta=500_000.0, local_unscaled=True),
     )

@@ -67,8 +67,8 @@ class Phi3(Llama):
       lacking=("attention_bias", "mlp_bias", "stack.*.b"),
       model_type="phi3",
       architecture="Phi3ForCausalLM",
-      knobs={"sliding_window": "WINDOW"},
-      defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+      knobs={"sliding_window": ("WINDOW", None)},
+      defaults={"rms_norm_eps": 1e-5},
       nullable={"sliding_window"},
       neutral={"embd_pdrop", "resid_pdrop"}  # For training only.
       | {"full_attn_mod", "interpolate_factor", "lm_head_bias"},  # Unused.

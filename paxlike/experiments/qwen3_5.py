@@ -33,7 +33,6 @@ _WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "image_token_id", "video_token_id"}
     | {"vision_start_token_id", "vision_end_token_id", "language_model_only"}
   ),
-  fixed={},
   renamed={"model.language_model.": "model."},
   dropped=r"model\.visual\..*",
   tied=False,

@@ -114,20 +114,15 @@ def hybrid_family(
   }
   return family.variant(
     knobs={
-      "linear_num_key_heads": "LINEAR_NUM_KEY_HEADS",
-      "linear_num_value_heads": "LINEAR_NUM_VALUE_HEADS",
-      "linear_key_head_dim": "LINEAR_DIMS_PER_KEY_HEAD",
-      "linear_value_head_dim": "LINEAR_DIMS_PER_VALUE_HEAD",
-      "linear_conv_kernel_dim": "LINEAR_CONV_TAPS",
+      "linear_num_key_heads": ("LINEAR_NUM_KEY_HEADS", 16),
+      "linear_num_value_heads": ("LINEAR_NUM_VALUE_HEADS", 32),
+      "linear_key_head_dim": ("LINEAR_DIMS_PER_KEY_HEAD", 128),
+      "linear_value_head_dim": ("LINEAR_DIMS_PER_VALUE_HEAD", 128),
+      "linear_conv_kernel_dim": ("LINEAR_CONV_TAPS", 4),
     },
     defaults={
       "num_key_value_heads": num_kv_heads,
       "head_dim": 256,
-      "linear_num_key_heads": 16,
-      "linear_num_value_heads": 32,
-      "linear_key_head_dim": 128,
-      "linear_value_head_dim": 128,
-      "linear_conv_kernel_dim": 4,
     },
     fixed={"full_attention_interval": 4},
     layers=LayerPattern((*["linear_attention"] * 3, "full_attention")),
@@ -175,8 +170,7 @@ def with_shared_expert(family: hugging_face.Family) -> hugging_face.Family:
   ours, theirs = "stack.{}.mlp.shared", "model.layers.{}.mlp.shared_expert"
   roles = ("gate", "up", "down")
   return family.variant(
-    knobs={"shared_expert_intermediate_size": "SHARED_EXPERT_DIMS"},
-    defaults={"shared_expert_intermediate_size": 512},
+    knobs={"shared_expert_intermediate_size": ("SHARED_EXPERT_DIMS", 512)},
     rules={
       **{f"{ours}.{role}.w": Matrix(f"{theirs}.{role}_proj.weight") for role in roles},
       f"{ours}_gate.w": Matrix(f"{theirs}_gate.weight"),
