@@ -35,7 +35,7 @@ _WITH_IMAGES = hugging_face.Wrapper(
 
 def family(of_gemma: hugging_face.Family) -> hugging_face.Family:
   """Returns the family of Gemma 4, given that of Gemma."""
-  # None of these two may be null.
+  # Unlike in Gemma, neither may be null.
   nullable = of_gemma.nullable - {"num_key_value_heads", "head_dim"}
   return dataclasses.replace(of_gemma, nullable=nullable).variant(
     lacking=("hidden_act",),
@@ -60,11 +60,7 @@ def family(of_gemma: hugging_face.Family) -> hugging_face.Family:
       "num_hidden_layers": 30,
       "num_attention_heads": 8,
       "num_key_value_heads": 4,
-      "head_dim": 256,
       "max_position_embeddings": 131_072,
-      "rms_norm_eps": 1e-6,
-      "tie_word_embeddings": True,
-      "attention_bias": False,
     },
     nullable={"final_logit_softcapping", "num_global_key_value_heads", "moe_intermediate_size"},
     derived={

@@ -121,9 +121,8 @@ class Granite4(Moe, Hybrid, Granite):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
+    family = super().hugging_face().variant(lacking=("num_hidden_layers", "stack.{}.mlp.*"))
     return family.variant(
-      lacking=("num_hidden_layers", "stack.{}.mlp.*"),
       model_type="granitemoehybrid",
       architecture="GraniteMoeHybridForCausalLM",
       knobs={
@@ -157,11 +156,11 @@ class Granite4(Moe, Hybrid, Granite):
     )
 
 
-def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight."""
+def _rules(others: Rules) -> Rules:
+  """Returns the rule of each weight, given those of weights outside of feed-forward layers."""
   at, mlp = "model.layers.{}", "stack.{}.mlp"
   moe = f"{at}.block_sparse_moe"
-  rules = {name: rule for name, rule in of_llama.items() if not name.startswith(mlp + ".")}
+  rules = dict(others)
   for dense in (mlp, f"{mlp}.shared"):
     gate_and_up = {f"{dense}.gate.w": Matrix(""), f"{dense}.up.w": Matrix("")}
     rules |= stacked(f"{at}.shared_mlp.input_linear.weight", gate_and_up)

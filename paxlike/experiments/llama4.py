@@ -139,8 +139,6 @@ class Llama4(Moe, Llama):
         "head_dim": 128,
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
       },
       nullable={"attention_chunk_size"},
       fixed={"num_experts_per_tok": 1},

@@ -103,7 +103,7 @@ class NemotronH(SigmoidMoe, Hybrid):
         letters=LETTERS,
       ),
       rope=None,
-      rules=_rules(family.rules),
+      rules=_rules(),
       copies={"lm_head.weight": "backbone.embeddings.weight"},
       ignored={r"mtp\..*"},
     )
@@ -112,7 +112,7 @@ class NemotronH(SigmoidMoe, Hybrid):
 _DEFAULTS = {
   "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504,
   "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-  "max_position_embeddings": 4096, "tie_word_embeddings": False, "moe_intermediate_size": 7688,
+  "max_position_embeddings": 4096, "moe_intermediate_size": 7688,
   "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
   "routed_scaling_factor": 1.0,
 }  # fmt: skip
@@ -127,7 +127,7 @@ _NEUTRAL = {
 }  # fmt: skip
 
 
-def _rules(of_llama: Rules) -> Rules:
+def _rules() -> Rules:
   """Returns the rule of each weight."""
   at = "backbone.layers.{}"
   mixer, mlp, attention = f"{at}.mixer", "stack.{}.mlp", "stack.{}.attention"
@@ -136,7 +136,6 @@ def _rules(of_llama: Rules) -> Rules:
     f"{attention}_norm.scale": Same(f"{at}.norm.weight"),
     f"{mlp}_norm.scale": Same(f"{at}.norm.weight"),
     "norm.scale": Same("backbone.norm_f.weight"),
-    "head.w": of_llama["head.w"],
     f"{attention}.output.w": Matrix(f"{mixer}.o_proj.weight", inputs=2),
     f"{mlp}.router.w": Matrix(f"{mixer}.gate.weight"),
     f"{mlp}.router_bias": Same(f"{mixer}.gate.e_score_correction_bias"),
