@@ -23,8 +23,8 @@ if TYPE_CHECKING:
   from paxlike.training.reinforcement.answers import Answer, Packed
 
 # (log_probabilities_BT, arrays) -> (loss, name -> [sum, weight]), in JAX. `arrays` are float32
-# [B, T] `weights`, `advantages` and `old_log_probabilities`; with a value head `values`; and of the
-# answers, if all have them, `returns` and, as `old_values`, `values`.
+# [B, T]: `weights`, `advantages` and `old_log_probabilities`; `values` of a value head; and if all
+# answers have them, their `returns`, and their `values` as `old_values`.
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 

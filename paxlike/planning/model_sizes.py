@@ -268,10 +268,8 @@ def _span(module: Attention | LatentAttention, seq_len: int) -> Span:
   """Returns that of one layer."""
   if isinstance(module, SparseLatentAttention) and seq_len > (top_k := module.indexer.top_k):
     # Its queries and values have the width of what is gathered, and the indexer scores all pairs.
-    width, pairs = (
-      module.rank + module.rope_dim,
-      module.num_heads * top_k * (1 - top_k / seq_len / 2),
-    )
+    width = module.rank + module.rope_dim
+    pairs = module.num_heads * top_k * (1 - top_k / seq_len / 2)
     computed = 2 * pairs * (width + module.rank) + module.selection_flops(seq_len)[1]
     pairs += module.indexer.num_heads * seq_len / 2
     return Span(top_k, pairs, computed, width + module.indexer.head_dim)
