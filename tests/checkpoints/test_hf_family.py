@@ -213,6 +213,14 @@ def test_what_would_be_another_model_is_refused(experiment, changed, reason):
 
 
 @pytest.mark.parametrize("experiment", FAMILIES)
+def test_the_templates_of_rules_are_names_of_tensors(experiment):
+  """Not of weights, and not empty."""
+  for rule in experiment.hugging_face().rules.values():
+    assert all(rule.templates)
+    assert not any(name.startswith("stack.") for name in rule.templates)
+
+
+@pytest.mark.parametrize("experiment", FAMILIES)
 def test_what_is_written_is_read_again(experiment):
   values = read(experiment) | {"ROPE_ORIGINAL_LENGTH": 64}
   values.setdefault("ROPE_SCALING", "yarn")
