@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from paxlike import root_graph, run_folder, run_mode
 from paxlike.api import error_messages
+from paxlike.api.losses import Loss, Losses
 from paxlike.api.run import make, name_of
 from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.config import knob_text
@@ -21,11 +22,6 @@ from paxlike.processes import work_report
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
   from paxlike.training.reinforcement.answers import Answer, Packed
-
-# (log_probabilities_BT, arrays) -> (loss, name -> [sum, weight]), in JAX. `arrays` are float32
-# [B, T] `weights`, `advantages` and `old_log_probabilities`; with a value head `values`; and of the
-# answers, if all have them, `returns` and, as `old_values`, `values`.
-Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
 
 class LossResult(NamedTuple):
@@ -133,11 +129,11 @@ class Session:
         f"the checkpoints in {path} are of a run, which a session would break: name another folder,"
         " and this one by CHECKPOINT_RESTORE_PATH."
       )
-    self._options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
+    options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
     self._programs = ForwardBackward(
-      trainer.definition, trainer.optimizer, sampling=sampling, **self._options
+      trainer.definition, trainer.optimizer, sampling=sampling, **options
     )
-    self._losses: dict[Any, Any] = {}
+    self._losses = Losses(**options)
     self._sampling = sampling
     self._sampler: Any = None
     self._gradients: Any = None
@@ -250,7 +246,7 @@ class Session:
       self._programs.prepare(self._state),
       [put(batch) for batch in packed.batches],
       [put({name: of[number] for name, of in spread.items()}) for number in range(count)],
-      self._derivative(loss),
+      self._losses.derivative(loss),
     )
     self._gradients = self._programs.accumulate(self._gradients, found.total)
     self._loss = found.loss if self._loss is None else self._loss + found.loss
@@ -374,23 +370,6 @@ class Session:
       )
       self._sampler = Sampler(drafter, self._programs, trainer.placer, seq_len=trainer.data.seq_len)
     return self._sampler
-
-  def _derivative(self, loss: Any) -> Any:
-    """Returns the compiled loss with its derivative."""
-    from paxlike.training.forward_backward import differentiated
-    from paxlike.training.objectives import Grpo
-
-    named: dict[Any, Loss] = {"cross_entropy": _cross_entropy, "policy": Grpo().loss}
-    if isinstance(loss, str) and loss not in named:
-      raise UserError(f"loss={loss!r}: expected cross_entropy, policy, or a function.")
-    if loss not in self._losses:
-      function: Any = named.get(loss, loss)
-      self._losses[loss] = differentiated(function, **self._options)
-    return self._losses[loss]
-
-
-def _cross_entropy(log_probabilities_BT: Any, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
-  return -(log_probabilities_BT * arrays["weights"]).sum(), {}
 
 
 def _files(experiment: Any, graph: Any) -> dict[str, str | bytes | None]:
