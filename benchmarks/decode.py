@@ -128,17 +128,19 @@ def ours(task: Task) -> Callable[[], Texts]:
   """Returns a function that decodes with paxlike."""
   trainer, params = loaded(task.options.model)
   (_, size), new_tokens = task.prompts.shape, task.options.new_tokens
-  generator = Generator(
-    trainer.definition,
-    params,
-    num_rows=task.options.slots,
-    max_len=size + new_tokens,
-    end_ids=task.end_ids,
-  )
+  with jax.set_mesh(trainer.devices):
+    generator = Generator(
+      trainer.definition,
+      params,
+      num_rows=task.options.slots,
+      max_len=size + new_tokens,
+      end_ids=task.end_ids,
+    )
   requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in task.prompts]
 
   def decode() -> Texts:
-    texts = {text.request: text for grown in generator.run(requests) for text in grown}
+    with jax.set_mesh(trainer.devices):
+      texts = {text.request: text for grown in generator.run(requests) for text in grown}
     ends = {n: [] if text.end is None else [text.end[0]] for n, text in texts.items()}
     return [texts[n].tokens + ends[n] for n in sorted(texts)]
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from paxlike import root_graph, run_folder, run_mode
 from paxlike.api import error_messages, model
+from paxlike.api.losses import Loss, Losses
 from paxlike.api.run import make, name_of
 from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.config import knob_text
@@ -19,7 +20,6 @@ from paxlike.errors import UserError
 from paxlike.processes import work_report
 
 if TYPE_CHECKING:
-  from paxlike.api.losses import Loss
   from paxlike.experiment import Experiment
   from paxlike.training.reinforcement.answers import Answer, Packed
 
@@ -131,11 +131,11 @@ class Session:
         f"the checkpoints in {path} are of a run, which a session would break: name another folder,"
         " and this one by CHECKPOINT_RESTORE_PATH."
       )
-    self._options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
+    options: Any = {"compiler_options": dict(trainer.execution.compiler_options)}
     self._programs = ForwardBackward(
-      trainer.definition, trainer.optimizer, sampling=sampling, **self._options
+      trainer.definition, trainer.optimizer, sampling=sampling, **options
     )
-    self._losses: dict[Any, Any] = {}
+    self._losses = Losses(**options)
     self._sampling = sampling
     self._sampler: Any = None
     self._gradients: Any = None
@@ -235,7 +235,7 @@ class Session:
 
   @error_messages.for_python()
   def forward_backward(
-    self, answers: "Sequence[Answer]", loss: 'Literal["cross_entropy", "policy"] | Loss'
+    self, answers: "Sequence[Answer]", loss: Literal["cross_entropy", "policy"] | Loss
   ) -> LossResult:
     """Adds the gradients of a loss, a mean over the tokens of `answers`, to those of the next step.
 
@@ -260,7 +260,7 @@ class Session:
       self._programs.prepare(self._state),
       [put(batch) for batch in packed.batches],
       [put({name: of[number] for name, of in spread.items()}) for number in range(count)],
-      self._derivative(loss),
+      self._losses.derivative(loss),
     )
     self._gradients = self._programs.accumulate(self._gradients, found.total)
     self._loss = found.loss if self._loss is None else self._loss + found.loss
@@ -400,15 +400,6 @@ class Session:
       )
       self._sampler = Sampler(drafter, self._programs, trainer.placer, seq_len=trainer.data.seq_len)
     return self._sampler
-
-  def _derivative(self, loss: Any) -> Any:
-    """Returns the compiled loss with its derivative."""
-    from paxlike.api import losses
-    from paxlike.training.forward_backward import differentiated
-
-    if loss not in self._losses:
-      self._losses[loss] = differentiated(losses.function_of(loss), **self._options)
-    return self._losses[loss]
 
 
 def _files(experiment: Any, graph: Any) -> dict[str, str | bytes | None]:

@@ -7,17 +7,15 @@ value that paxlike implements; any other key or value is refused.
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from paxlike.checkpoints import hf_keys as keys
-from paxlike.checkpoints import hf_layers
 from paxlike.checkpoints.hf_layers import HfLayers
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules
 from paxlike.errors import UserError
-
-_PATTERN = "sliding_window_pattern"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class Wrapper:
 
   model_type: str
   neutral: frozenset[str]
-  fixed: Mapping[str, Any]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   renamed: Mapping[str, str]
   dropped: str
   tied: bool | None = True
@@ -83,70 +81,99 @@ class Wrapper:
 class Family:
   """A family's `config.json` and safetensors files, for both directions.
 
+  A family needs a few of these attributes only; see `variant` for one that resembles another.
+
   Attributes:
     model_type: `model_type` of the configuration.
-    other_types: Further values of `model_type` for the same model, which exports do not write.
     architecture: The class in transformers.
-    knobs: Configuration key -> knob.
+    knobs: Configuration key -> knob; the constructor also takes a pair of the knob and the default.
+    rules: Weight -> its tensors.
+    rope: Rotary position embedding, if any.
+    layers: The configuration keys with a value for each layer, if any.
+    wrapper: The multimodal model that contains a model of this family.
+    other_types: Further values of `model_type` for the same model, which exports do not write.
+
     defaults: Values of absent keys in transformers. A key in `knobs` without a default is required.
     nullable: Keys that may be null; their knobs are None then.
-    choices: Key in `knobs` -> each of its values and that of the knob; others are refused. If some
-      mean the same, the first is written.
-    derived: Key -> its value, given the others, defaults included; it is written.
     fixed: Keys that must have this value, or one of a tuple; an absent key means this value unless
       `defaults` has another. The first is written.
     neutral: Keys without effect on logits, besides those of every family.
+    choices: Key in `knobs` -> each of its values and that of the knob; others are refused. If some
+      mean the same, the first is written.
+    derived: Key -> its value, given the others, defaults included; it is written.
     equal: Key -> another key whose value it must have, if present.
     aliases: Key -> its name in `knobs`.
     rewritten: Replaces keys of a configuration by others that mean the same, before any is read.
-    layer_types: Repeating pattern of the layers' kinds of attention; empty: no such key.
-    last_type: The kind of the last layer; None: that of the pattern.
-    by_layer: Key -> repeating pattern of its values, one per layer, which may be absent.
-    layers: The kinds of layers of a hybrid model; it then has the key `num_hidden_layers`, too.
-    rope: Rotary position embedding, if any.
-    rules: Weight -> its tensors.
-    mtp: The same for each layer of multi-token prediction, such as "projection.w", besides those of
+
+    without: Name of a weight -> rules for models that lack it.
+    mtp: Rules for each layer of multi-token prediction, such as of "projection.w", besides those of
       its block. These layers follow the last one of the model. Empty: no place for them.
     mtp_copies: Weight of the model -> its copy in each of these layers, which exports write.
-    without: Name of a weight -> rules for models that lack it.
-    prefix: Prefix of tensor names that some files lack.
+    copies: Tensor that may be present and is not read -> the tensor that it must equal.
     ignored: Patterns (`re`) of tensors that may be present and are not needed; `{KNOB}` stands for
       the knob's value.
-    copies: Tensor that may be present and is not read -> the tensor that it must equal.
-    wrapper: The multimodal model that contains a model of this family.
+    prefix: Prefix of tensor names that some files lack.
     stacked_experts: Suffix of a tensor's name, if one tensor may stack the matrices of all experts
       -> for each matrix of an expert, what takes the place of the name's last component.
   """
 
   model_type: str
-  other_types: tuple[str, ...] = ()
   architecture: str
-  knobs: Mapping[str, str]
+  knobs: Mapping[str, Any]
+  rules: Rules
+  rope: HfRope | None = None
+  layers: HfLayers | None = None
+  wrapper: Wrapper | None = None
+  other_types: tuple[str, ...] = ()
+
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   nullable: frozenset[str] = frozenset()
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  neutral: frozenset[str] = frozenset()
   choices: Mapping[str, Mapping[Any, Any]] = dataclasses.field(default_factory=dict)
   derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
     default_factory=dict
   )
-  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  neutral: frozenset[str] = frozenset()
   equal: Mapping[str, str] = dataclasses.field(default_factory=dict)
   aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
   rewritten: Callable[[dict[str, Any]], dict[str, Any]] = dict
-  layer_types: tuple[str, ...] = ()
-  last_type: str | None = None
-  by_layer: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-  layers: HfLayers | None = None
-  rope: HfRope | None = None
-  rules: Rules
+
+  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
   mtp: Rules = dataclasses.field(default_factory=dict)
   mtp_copies: Rules = dataclasses.field(default_factory=dict)
-  without: Mapping[str, Rules] = dataclasses.field(default_factory=dict)
-  prefix: str = ""
-  ignored: tuple[str, ...] = ()
   copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  wrapper: Wrapper | None = None
+  ignored: frozenset[str] = frozenset()
+  prefix: str = ""
   stacked_experts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    pairs = {key: knob for key, knob in self.knobs.items() if isinstance(knob, tuple)}
+    knobs, defaults = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
+    object.__setattr__(self, "knobs", {**self.knobs, **knobs})
+    object.__setattr__(self, "defaults", {**self.defaults, **defaults})
+
+  def variant(self, *, lacking: Collection[str] = (), **changes: Any) -> "Family":
+    """Returns a family that differs from this one.
+
+    Args:
+      lacking: Patterns (`fnmatch`) of configuration keys and of weights that the new family lacks.
+      **changes: Attributes. Mappings and sets are added to those of this family, after what it
+        lacks was removed; other values replace them.
+    """
+
+    def left(names: Iterable[str]) -> list[str]:
+      return [name for name in names if not any(fnmatchcase(name, one) for one in lacking)]
+
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if isinstance(value, Mapping):
+        values[field.name] = {name: value[name] for name in left(value)}
+      elif isinstance(value, frozenset):
+        values[field.name] = frozenset(left(value))
+      if field.name in values and field.name in changes:
+        values[field.name] |= changes.pop(field.name)
+    return dataclasses.replace(self, **values, **changes)
 
   @property
   def title(self) -> str:
@@ -177,9 +204,8 @@ class Family:
     for key, function in self.derived.items():
       if config.get(key) not in (None, wanted := function({**self.defaults, **config})):
         raise UserError(f"{key} is {config[key]!r}; by other keys it is {wanted!r}.")
-    self._check_layers(config)
     if self.layers is not None:
-      values |= self.layers.read(config)
+      values |= self.layers.read({**self.defaults, **config})
     return values | ({} if self.rope is None else self.rope.read(config))
 
   def write(self, values: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
@@ -197,10 +223,6 @@ class Family:
       config |= self.rope.write(values)
     if self.layers is not None:
       config |= self.layers.write(values)
-    if self.layer_types:
-      config["layer_types"] = self._layer_types(values["NUM_LAYERS"])
-    for key, pattern in self.by_layer.items():
-      config[key] = _repeated(pattern, values["NUM_LAYERS"])
     # The defaults of some families are beyond a small vocabulary, which transformers refuses.
     return {**config, "pad_token_id": None, "torch_dtype": dtype}
 
@@ -270,39 +292,14 @@ class Family:
       if config.get(key) is not None and config[key] != config.get(other):
         yield key, f"{key}={config[key]!r} is not {other}={config.get(other)!r}."
     known = keys.NEUTRAL | self.neutral | fixed.keys() | self.knobs.keys() | self.equal.keys()
-    known |= self.by_layer.keys() | self.derived.keys()
+    known |= self.derived.keys()
     if self.rope is not None:
       known |= self.rope.keys
     if self.layers is not None:
-      known |= hf_layers.KEYS
-    if self.layer_types:
-      known |= {"layer_types", _PATTERN, f"_{_PATTERN}"}
+      known |= self.layers.keys
     for key, value in config.items():
       if key not in known and keys.is_set(value):
         yield key, _unknown(key, value)
-
-  def _check_layers(self, config: Mapping[str, Any]):
-    """Raises a UserError if a value per layer differs from the family's."""
-    count = config.get("num_hidden_layers", self.defaults.get("num_hidden_layers"))
-    by_layer = {key: _repeated(pattern, count) for key, pattern in self.by_layer.items()}
-    if self.layer_types:
-      by_layer["layer_types"] = self._layer_types(count)
-    for key, wanted in by_layer.items():
-      if config.get(key) is not None and config[key] != wanted:
-        raise UserError(f"{key} is {config[key]}: paxlike does not support it.")
-    if not self.layer_types or config.get("layer_types") is not None:
-      return
-    for key in (_PATTERN, f"_{_PATTERN}"):
-      if config.get(key) not in (None, len(self.layer_types)):
-        raise UserError(f"{key} is {config[key]!r}, not {len(self.layer_types)}.")
-
-  def _layer_types(self, num_layers: int) -> list[str]:
-    types = _repeated(self.layer_types, num_layers)
-    return types if self.last_type is None else [*types[:-1], self.last_type]
-
-
-def _repeated(pattern: Sequence[Any], num_layers: int) -> list[Any]:
-  return [pattern[layer % len(pattern)] for layer in range(num_layers)]
 
 
 def _unknown(key: str, value: Any) -> str:

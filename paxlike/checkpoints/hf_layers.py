@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of the layers of hybrid models in Hugging Face's `config.json`.
+"""The kinds of a model's layers in Hugging Face's `config.json`.
 
 They are a list (`layer_types`, `layers_block_type`) or a string of one letter per layer
 (`hybrid_override_pattern`).
 """
 
+import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paxlike.errors import UserError
@@ -15,12 +16,70 @@ from paxlike.layers.layer_pattern import Sections
 _LISTS = ("layer_types", "layers_block_type")
 _LETTERS = "hybrid_override_pattern"
 _COUNT = "num_hidden_layers"
-KEYS = frozenset({*_LISTS, _LETTERS, _COUNT})
+_PERIODS = ("sliding_window_pattern", "_sliding_window_pattern")
+
+
+class HfLayers(abc.ABC):
+  """The keys of a configuration with a value for each layer, or for some of them."""
+
+  @property
+  @abc.abstractmethod
+  def keys(self) -> frozenset[str]:
+    """Those keys, present or not."""
+
+  @abc.abstractmethod
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the knobs that a configuration sets, which has the defaults of absent keys.
+
+    Raises:
+      UserError: It lacks the layers, has unknown ones, or contradicts itself.
+    """
+
+  @abc.abstractmethod
+  def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration keys of a model with these knobs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPattern(HfLayers):
+  """Layers of a fixed pattern that repeats, which sets no knob.
+
+  Attributes:
+    types: The pattern of `layer_types`, which may be absent.
+    others: Further key -> pattern of its values, one per layer; it may be absent, too.
+  """
+
+  types: tuple[str, ...]
+  others: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+  @property
+  def keys(self) -> frozenset[str]:
+    return frozenset({_LISTS[0], *_PERIODS, *self.others})
+
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, wanted in self._by_layer(config[_COUNT]).items():
+      if config.get(key) not in (None, wanted):
+        raise UserError(f"{key} is {config[key]}: paxlike does not support it.")
+    if config.get(_LISTS[0]) is None:
+      for key in _PERIODS:
+        if config.get(key) not in (None, len(self.types)):
+          raise UserError(f"{key} is {config[key]!r}, not {len(self.types)}.")
+    return {}
+
+  def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    return self._by_layer(values["NUM_LAYERS"])
+
+  def _by_layer(self, num_layers: int) -> dict[str, list[Any]]:
+    patterns: dict[str, Sequence[Any]] = {_LISTS[0]: self.types, **self.others}
+    return {
+      key: [pattern[layer % len(pattern)] for layer in range(num_layers)]
+      for key, pattern in patterns.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HfLayers:
-  """The layers of a family, as the knobs LAYER_TYPES and NUM_LAYERS.
+class LayerKinds(HfLayers):
+  """Layers in any order, as the knobs LAYER_TYPES and NUM_LAYERS.
 
   Attributes:
     names: Name of a kind in the list -> the kind. The first name of a kind is written.
@@ -31,12 +90,11 @@ class HfLayers:
   names: Mapping[str, str]
   letters: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the knobs that a configuration sets.
+  @property
+  def keys(self) -> frozenset[str]:
+    return frozenset({*_LISTS, _LETTERS, _COUNT})
 
-    Raises:
-      UserError: It lacks the layers, has unknown ones, or contradicts itself.
-    """
+  def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: self._kinds(key, config[key]) for key in (*_LISTS, _LETTERS) if config.get(key)}
     if not found:
       raise UserError(f"the model lacks {_LETTERS if self.letters else _LISTS[0]}.")
@@ -50,7 +108,6 @@ class HfLayers:
     return {"LAYER_TYPES": kinds, "NUM_LAYERS": len(kinds)}
 
   def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration keys of a model with these knobs."""
     kinds = Sections.of(values["LAYER_TYPES"]).with_layers(values["NUM_LAYERS"]).kinds
     if self.letters:
       letters = {kind: letter for letter, kind in self.letters.items()}

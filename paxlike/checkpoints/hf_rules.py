@@ -30,6 +30,11 @@ class Same:
   name: str
   ndim: int | None = None
 
+  @property
+  def templates(self) -> tuple[str, ...]:
+    """Hugging Face's names of all tensors that it may read, `{}` for the layer."""
+    return (self.name,)
+
   def among(self, shapes: Mapping[str, Shape]) -> "Same":
     """Returns the rule for a layer whose weights have these shapes, by name with `{}`."""
     del shapes
@@ -262,23 +267,33 @@ def grouped(name: str, *weights: str, groups: str) -> dict[str, "Same"]:
 
 @dataclasses.dataclass(frozen=True)
 class Either(Same):
-  """One rule for layers that have the weight `name`, `{}` for the layer, and one for the others."""
+  """The rule of a weight of models in which layers differ.
 
+  Attributes:
+    weight: The name of a weight, `{}` for the layer.
+    there: The rule for layers that have it.
+    absent: The rule for the others.
+  """
+
+  weight: str = ""
   there: Same = Same("")
   absent: Same = Same("")
 
+  @property
+  def templates(self) -> tuple[str, ...]:
+    return (*self.there.templates, *self.absent.templates)
+
   def among(self, shapes: Mapping[str, Shape]) -> Same:
-    return (self.there if self.name in shapes else self.absent).among(shapes)
+    return (self.there if self.weight in shapes else self.absent).among(shapes)
 
 
 def either(weight: str, there: "Rules", absent: "Rules") -> dict[str, "Same"]:
   """Returns the rules of models in which only some layers have `weight`."""
-  return {
-    name: Either(weight, there=there[name], absent=absent[name])
-    if name in there and name in absent
-    else (there.get(name) or absent[name])
-    for name in {**absent, **there}
+  both = {
+    name: Either(there[name].name, weight=weight, there=there[name], absent=absent[name])
+    for name in there.keys() & absent.keys()
   }
+  return {**absent, **there, **both}
 
 
 Rule = Same

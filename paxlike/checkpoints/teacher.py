@@ -105,18 +105,24 @@ class Teacher:
     model: Any = self.definition.module
     return model
 
-  def check(self, model: Decoder, seq_len: int):
+  def check(self, model: Decoder, seq_len: int, *, same_tokenizer: bool):
     """Checks the checkpoint, and that `model` can learn from it; reads no array.
+
+    Args:
+      model: The student.
+      seq_len: Tokens of a sequence.
+      same_tokenizer: Whether both are known to have the same tokenizer, so that vocabularies of
+        different sizes are padded differently.
 
     Raises:
       UserError: There is no such checkpoint, or the teacher has another vocabulary.
     """
     teacher = self.model
-    if teacher.vocab_size != model.vocab_size:
+    if teacher.vocab_size != model.vocab_size and not same_tokenizer:
       raise UserError(
         f"TEACHER={self.path} has a vocabulary of {teacher.vocab_size} tokens, and the model of"
-        f" {model.vocab_size}, padding included: take a teacher with the same tokenizer and"
-        " VOCAB_SIZE."
+        f" {model.vocab_size}, padding included: take a teacher with the same VOCAB_SIZE, or a"
+        " converted model with the tokenizer of the data."
       )
     try:
       teacher.check_data(seq_len, None)

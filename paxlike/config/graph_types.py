@@ -18,7 +18,7 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from paxlike.config import allowed_symbols, knob_types, type_words
+from paxlike.config import allowed_symbols, constructors, knob_types, type_words
 from paxlike.errors import UserError
 
 _GIVEN_BY_PARENTS = ("role", "over")
@@ -51,9 +51,10 @@ def check(graph: Any):
 @functools.cache
 def annotations(target: Callable[..., Any]) -> dict[str, Any]:
   """Returns the resolved annotation of each parameter of a class or function, with its range."""
-  made_by = target.__init__ if isinstance(target, type) else target
   try:
-    return typing.get_type_hints(made_by, include_extras=True)
+    if isinstance(target, type):
+      return constructors.annotations(target)
+    return typing.get_type_hints(target, include_extras=True)
   except (NameError, TypeError, AttributeError):
     # Some annotations may need imports under TYPE_CHECKING; skip those.
     parameters = inspect.signature(target).parameters.values()

@@ -88,7 +88,7 @@ def _differing(config: Mapping[str, Any], family: Family) -> list[str]:
 def _names(family: Family) -> list[str]:
   """Returns the names of tensors of a family, with `{}` for a layer."""
   rules = [family.rules, *family.without.values()]
-  return [rule.name for group in rules for rule in group.values()]
+  return [name for group in rules for rule in group.values() for name in rule.templates]
 
 
 def _likeness(config: Mapping[str, Any], theirs: Mapping[str, str], family: Family) -> float:

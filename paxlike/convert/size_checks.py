@@ -14,9 +14,11 @@ from paxlike.convert.safetensors_files import TensorSpec
 from paxlike.errors import UserError
 
 # Sizes that are dims of tensors, or divide one: the largest dim in the files bounds them.
-_DIMS = ("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS")
-_MORE_DIMS = ("QUERY_LATENT_DIMS", "NUM_EXPERTS", "NUM_HEADS", "NUM_KV_HEADS", "DIMS_PER_HEAD")
-_FURTHER_DIMS = ("DIMS_PER_ROPE_HEAD", "DIMS_PER_VALUE_HEAD", "PER_LAYER_DIMS")
+_DIMS = (
+  *("VOCAB_SIZE", "MODEL_DIMS", "HIDDEN_DIMS", "EXPERT_DIMS", "LATENT_DIMS", "QUERY_LATENT_DIMS"),
+  *("NUM_EXPERTS", "NUM_HEADS", "NUM_KV_HEADS", "DIMS_PER_HEAD", "DIMS_PER_ROPE_HEAD"),
+  *("DIMS_PER_VALUE_HEAD", "PER_LAYER_DIMS"),
+)
 _MOST = {
   "NUM_LAYERS": ranges.MOST_LAYERS,
   "NUM_HEADS": 2**16,
@@ -41,7 +43,7 @@ def check(knobs: Mapping[str, Any], family: Family, found: Mapping[str, TensorSp
   keys = {knob: key for key, knob in family.knobs.items()}
   layers = {match[1] for name in found if (match := _NUMBER.search(name))}
   largest = max((size for spec in found.values() for size in spec.shape), default=0)
-  limits = dict.fromkeys((*_DIMS, *_MORE_DIMS, *_FURTHER_DIMS), largest)
+  limits = dict.fromkeys(_DIMS, largest)
   limits |= {"NUM_LAYERS": len(layers), "NUM_DENSE_LAYERS": len(layers)}
   num_layers = knobs.get("NUM_LAYERS")
   if any(isinstance(rule, PerExpert) for rule in family.rules.values()) and num_layers:

@@ -6,7 +6,6 @@ router that is balanced by a bias instead of a loss. The first layers have no ex
 and, for the last third of the tokens, 0.1.
 """
 
-import dataclasses
 import math
 
 import fiddle as fdl
@@ -57,26 +56,22 @@ class DeepSeekMoe(SigmoidMoe):
 
 def with_experts(family: hugging_face.Family) -> hugging_face.Family:
   """Returns a family of Hugging Face with the experts of `DeepSeekMoe`, and their MTP layers."""
-  return dataclasses.replace(
-    family,
+  return family.variant(
     knobs={
-      **family.knobs,
       "first_k_dense_replace": "NUM_DENSE_LAYERS",
       **SIGMOID_MOE_KEYS,
-      "n_shared_experts": "NUM_SHARED_EXPERTS",
+      "n_shared_experts": ("NUM_SHARED_EXPERTS", 1),
       "num_nextn_predict_layers": "MTP_NUM_LAYERS",
     },
     defaults={
-      **family.defaults,
-      "n_shared_experts": 1,
       "num_experts_per_tok": 8,
       "num_nextn_predict_layers": 0,  # An import counts those in the files.
     },
-    nullable=family.nullable | {"num_nextn_predict_layers"},
-    fixed={**family.fixed, "norm_topk_prob": True},
-    neutral=family.neutral | {"num_mtp_layers"},
-    aliases={**family.aliases, "num_local_experts": "n_routed_experts"},
-    rules=family.rules | _rules_of_experts(),
+    nullable={"num_nextn_predict_layers"},
+    fixed={"norm_topk_prob": True},
+    neutral={"num_mtp_layers"},
+    aliases={"num_local_experts": "n_routed_experts"},
+    rules=_rules_of_experts(),
     mtp={
       "projection.w": Matrix("model.layers.{}.eh_proj.weight"),
       "embedding_norm.scale": Same("model.layers.{}.enorm.weight"),
@@ -87,7 +82,7 @@ def with_experts(family: hugging_face.Family) -> hugging_face.Family:
       "embedding.table": Same("model.layers.{}.embed_tokens.weight"),
       "head.w": Matrix("model.layers.{}.shared_head.head.weight"),
     },
-    ignored=(*family.ignored, r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"),
+    ignored={r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"},
   )
 
 
@@ -160,67 +155,55 @@ class DeepSeek(DeepSeekMoe, Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = with_experts(super().hugging_face())
-    return dataclasses.replace(
-      family,
+    attention = "stack.{}.attention"
+    return with_experts(super().hugging_face()).variant(
+      lacking=("head_dim", "attention_bias", f"{attention}.key.w", f"{attention}.value.w"),
       model_type="deepseek_v3",
       other_types=("kimi_k2",),  # See kimi.py.
       architecture="DeepseekV3ForCausalLM",
       knobs={
-        **{k: v for k, v in family.knobs.items() if k not in ("head_dim", "attention_bias")},
-        "qk_nope_head_dim": "DIMS_PER_HEAD",
-        "qk_rope_head_dim": "DIMS_PER_ROPE_HEAD",
-        "v_head_dim": "DIMS_PER_VALUE_HEAD",
-        "kv_lora_rank": "LATENT_DIMS",
-        "q_lora_rank": "QUERY_LATENT_DIMS",
+        "qk_nope_head_dim": ("DIMS_PER_HEAD", 128),
+        "qk_rope_head_dim": ("DIMS_PER_ROPE_HEAD", 64),
+        "v_head_dim": ("DIMS_PER_VALUE_HEAD", 128),
+        "kv_lora_rank": ("LATENT_DIMS", 512),
+        "q_lora_rank": ("QUERY_LATENT_DIMS", 1536),
       },
       defaults={
-        **family.defaults,
         "num_key_value_heads": 128,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
         "n_group": 8,
         "topk_group": 4,
         "first_k_dense_replace": 3,
       },
-      nullable=frozenset({"num_key_value_heads", "q_lora_rank", "num_nextn_predict_layers"}),
+      nullable={"q_lora_rank"},
       fixed={
-        **family.fixed,
         "rope_interleave": True,
         "moe_layer_freq": 1,  # These three are in the published configuration.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
       },
-      neutral=family.neutral
-      | {"qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "router_aux_loss_coef"},
+      neutral={"qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha", "router_aux_loss_coef"},
       equal={"head_dim": "qk_rope_head_dim"},
       rope=HfRope(
         types=("default", "yarn"),
         fixed={"mscale": 1.0, "mscale_all_dim": 1.0},
         numbers={"yarn": {"beta_fast": ("ROPE_FAST", 32.0)}},
       ),
-      rules=_rules(family.rules),
+      rules=_rules(),
       without={
-        "stack.{}.attention.query_down.w": {
-          "stack.{}.attention.query.w": Matrix("model.layers.{}.self_attn.q_proj.weight")
+        f"{attention}.query_down.w": {
+          f"{attention}.query.w": Matrix("model.layers.{}.self_attn.q_proj.weight")
         }
       },
     )
 
 
-def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight: latent attention instead of that of LLaMA."""
+def _rules() -> Rules:
+  """Returns the rules of latent attention."""
   attention = "model.layers.{}.self_attn"
-  rules = dict(of_llama)
-  for name in ("query", "key", "value"):
-    del rules[f"stack.{{}}.attention.{name}.w"]
-  return rules | {
+  return {
     "stack.{}.attention.query_down.w": Matrix(f"{attention}.q_a_proj.weight"),
     "stack.{}.attention.query_norm.scale": Same(f"{attention}.q_a_layernorm.weight"),
     "stack.{}.attention.query.w": Matrix(f"{attention}.q_b_proj.weight"),

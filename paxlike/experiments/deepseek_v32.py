@@ -18,6 +18,7 @@ import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rules import Matrix, Same
 from paxlike.config import ranges
 from paxlike.errors import UserError
@@ -66,35 +67,26 @@ class DeepSeekSparse(DeepSeek):
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
     at = "model.layers.{}.self_attn.indexer"
-    return dataclasses.replace(
-      family,
+    # Its queries always have a latent.
+    family = dataclasses.replace(family, nullable=family.nullable - {"q_lora_rank"}, without={})
+    return family.variant(
       model_type="deepseek_v32",
       other_types=(),
       architecture="DeepseekV32ForCausalLM",
       knobs={
-        **family.knobs,
-        "index_n_heads": "INDEX_NUM_HEADS",
-        "index_head_dim": "INDEX_DIMS_PER_HEAD",
-        "index_topk": "INDEX_TOP_K",
+        "index_n_heads": ("INDEX_NUM_HEADS", 64),
+        "index_head_dim": ("INDEX_DIMS_PER_HEAD", 128),
+        "index_topk": ("INDEX_TOP_K", 2048),
       },
-      defaults={
-        **family.defaults,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 2048,
-      },
-      nullable=family.nullable - {"q_lora_rank"},
-      derived={**family.derived, "mlp_layer_types": _mlp_layer_types},
-      layer_types=("indexed_attention",),
-      rules=family.rules
-      | {
+      derived={"mlp_layer_types": _mlp_layer_types},
+      layers=LayerPattern(("indexed_attention",)),
+      rules={
         "stack.{}.attention.indexer.query.w": Matrix(f"{at}.wq_b.weight"),
         "stack.{}.attention.indexer.key.w": Matrix(f"{at}.wk.weight"),
         "stack.{}.attention.indexer.key_norm.scale": Same(f"{at}.k_norm.weight"),
         "stack.{}.attention.indexer.key_norm.bias": Same(f"{at}.k_norm.bias"),
         "stack.{}.attention.indexer.weights.w": Matrix(f"{at}.weights_proj.weight"),
       },
-      without={},
     )
 
 

@@ -63,12 +63,4 @@ class OnPolicyDistillation(Distillation, Reinforcement):
     return fdl.Config(objectives.OnPolicyGkd, sampling=sampling, **given)
 
   def rollouts(self) -> fdl.Config[Rollouts]:
-    return fdl.Config(
-      Rollouts,
-      reward=None,
-      num_prompts=self.PROMPTS_PER_STEP,
-      group_size=self.GROUP_SIZE,
-      max_new_tokens=self.MAX_NEW_TOKENS,
-      num_slots=self.DECODE_SLOTS,
-      mask_truncated=self.MASK_TRUNCATED,
-    )
+    return self.answers()

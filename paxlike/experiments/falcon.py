@@ -15,12 +15,12 @@ from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
-from paxlike.experiments.mamba import MAMBA_DEFAULTS, MAMBA_KEYS, NO_STEP_LIMITS, Mamba, mamba_rules
+from paxlike.experiments.mamba import MAMBA_KEYS, NO_STEP_LIMITS, Mamba, mamba_rules
 from paxlike.registry import register
 
 _SECTIONS = ("output_gate", "value", "key", "query", "step")
 _MULTIPLIERS = (
-  *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
+  *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
   *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
 )
 
@@ -83,45 +83,30 @@ class FalconH1(Mamba):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    multipliers = {name: name.upper() for name in _MULTIPLIERS}
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("attention_bias", "stack.{}.attention.*"),
       model_type="falcon_h1",
       architecture="FalconH1ForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
-        **multipliers,
-        "embedding_multiplier": "EMBEDDING_SCALE",
-        "ssm_multipliers": "SSM_MULTIPLIERS",
-        "mlp_multipliers": "MLP_MULTIPLIERS",
-        "mamba_rms_norm": "USE_MAMBA_NORM",
+        **{key: (key.upper(), 1.0) for key in _MULTIPLIERS},
+        "embedding_multiplier": ("EMBEDDING_SCALE", 1.0),
+        "ssm_multipliers": ("SSM_MULTIPLIERS", (1.0,) * 5),
+        "mlp_multipliers": ("MLP_MULTIPLIERS", (1.0, 1.0)),
+        "mamba_rms_norm": ("USE_MAMBA_NORM", False),
         **MAMBA_KEYS,
+        "mamba_d_head": ("MAMBA_DIMS_PER_HEAD", 8),
       },
-      defaults={
-        **{k: v for k, v in family.defaults.items() if k != "attention_bias"},
-        **dict.fromkeys(_MULTIPLIERS, 1.0),
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "ssm_multipliers": (1.0,) * 5,
-        "mlp_multipliers": (1.0, 1.0),
-        "mamba_rms_norm": False,
-        "mamba_norm_before_gate": True,
-        **MAMBA_DEFAULTS,
-        "mamba_d_head": 8,
-      },
+      defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "mamba_norm_before_gate": True},
       derived={"mamba_d_ssm": lambda config: config["mamba_n_heads"] * config["mamba_d_head"]},
       fixed={
-        **family.fixed,
         "mamba_norm_before_gate": False,
         "mamba_proj_bias": False,
         "projectors_bias": False,
         "time_step_limit": NO_STEP_LIMITS,
       },
       # In the published configurations, but unused.
-      neutral=frozenset(
-        {"attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp"}
-        | {"mlp_expansion_factor", "num_logits_to_keep"}
-      ),
+      neutral={"attn_layer_indices", "mamba_chunk_size", "mamba_expand", "mamba_use_mlp"}
+      | {"mlp_expansion_factor", "num_logits_to_keep"},
       rope=HfRope(types=("default",)),
       rules=_rules(family.rules),
     )

@@ -6,7 +6,6 @@ Gemma 2 alternates sliding-window and full attention, normalizes the outputs of 
 and soft-caps logits. Gemma 3 has QK-norm instead of soft caps, and five windows per full layer.
 """
 
-import dataclasses
 import math
 
 import fiddle as fdl
@@ -14,6 +13,7 @@ import fiddle as fdl
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
 from paxlike.checkpoints import hf_keys
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Same
 from paxlike.config import ranges
@@ -47,16 +47,11 @@ class Gemma(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("mlp_bias",),
       model_type="gemma",
       architecture="GemmaForCausalLM",
-      defaults={
-        **family.defaults,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-      },
+      defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
       # Versions of transformers differ in which of the two they read.
       fixed={
         "hidden_act": hf_keys.GELU_TANH,
@@ -122,32 +117,24 @@ class Gemma2(Gemma):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at = "model.layers.{}"
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
       model_type="gemma2",
       architecture="Gemma2ForCausalLM",
       knobs={
-        **family.knobs,
-        "sliding_window": "WINDOW",
-        "query_pre_attn_scalar": "QUERY_SCALE_DIMS",
-        "attn_logit_softcapping": "ATTENTION_SOFT_CAP",
-        "final_logit_softcapping": "LOGITS_SOFT_CAP",
+        "sliding_window": ("WINDOW", 4096),
+        "query_pre_attn_scalar": ("QUERY_SCALE_DIMS", 256),
+        "attn_logit_softcapping": ("ATTENTION_SOFT_CAP", 50.0),
+        "final_logit_softcapping": ("LOGITS_SOFT_CAP", 30.0),
       },
       defaults={
-        **family.defaults,
         "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
       },
-      nullable=family.nullable | {"attn_logit_softcapping", "final_logit_softcapping"},
-      fixed={**family.fixed, "hidden_activation": hf_keys.GELU_TANH},
-      layer_types=("sliding_attention", "full_attention"),
+      nullable={"attn_logit_softcapping", "final_logit_softcapping"},
+      fixed={"hidden_activation": hf_keys.GELU_TANH},
+      layers=LayerPattern(("sliding_attention", "full_attention")),
       rules={
-        **family.rules,
         "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
         "stack.{}.mlp_norm.scale": Same(f"{at}.pre_feedforward_layernorm.weight"),
         "stack.{}.mlp_post_norm.scale": Same(f"{at}.post_feedforward_layernorm.weight"),
@@ -237,18 +224,13 @@ class Gemma3(Gemma2):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("attn_logit_softcapping",),
       model_type="gemma3_text",
       architecture="Gemma3ForCausalLM",
-      knobs={key: knob for key, knob in family.knobs.items() if key != "attn_logit_softcapping"},
-      layer_types=(*["sliding_attention"] * 5, "full_attention"),
-      defaults={
-        **family.defaults,
-        **_GEMMA3_SIZES,
-        "final_logit_softcapping": None,
-      },
-      fixed={**family.fixed, "attn_logit_softcapping": None},
+      defaults={**_GEMMA3_SIZES, "final_logit_softcapping": None},
+      fixed={"attn_logit_softcapping": None},
+      layers=LayerPattern((*["sliding_attention"] * 5, "full_attention")),
       rope=HfRope(theta=1_000_000.0, local_theta=10_000.0),
       wrapper=_GEMMA3_WITH_IMAGES,
     )

@@ -28,7 +28,6 @@ _WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "audio_config", "image_token_id", "video_token_id", "audio_token_id"}
     | {"boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"}
   ),
-  fixed={},
   renamed={"model.language_model.": "model."},
   dropped=r"model\.(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*",
 )
@@ -36,22 +35,23 @@ _WITH_IMAGES = hugging_face.Wrapper(
 
 def family(of_gemma: hugging_face.Family) -> hugging_face.Family:
   """Returns the family of Gemma 4, given that of Gemma."""
-  return dataclasses.replace(
-    of_gemma,
+  # Unlike in Gemma, neither may be null.
+  nullable = of_gemma.nullable - {"num_key_value_heads", "head_dim"}
+  return dataclasses.replace(of_gemma, nullable=nullable).variant(
+    lacking=("hidden_act",),
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     knobs={
-      **of_gemma.knobs,
-      "sliding_window": "WINDOW",
-      "final_logit_softcapping": "LOGITS_SOFT_CAP",
-      "global_head_dim": "DIMS_PER_GLOBAL_HEAD",
-      "num_global_key_value_heads": "NUM_GLOBAL_KV_HEADS",
-      "attention_k_eq_v": "USE_KEYS_AS_VALUES",
-      "use_double_wide_mlp": "USE_DOUBLE_WIDE_MLP",
-      "hidden_size_per_layer_input": "PER_LAYER_DIMS",
-      "num_experts": "NUM_EXPERTS",
-      "top_k_experts": "NUM_EXPERTS_PER_TOKEN",
-      "moe_intermediate_size": "EXPERT_DIMS",
+      "sliding_window": ("WINDOW", 512),
+      "final_logit_softcapping": ("LOGITS_SOFT_CAP", None),
+      "global_head_dim": ("DIMS_PER_GLOBAL_HEAD", 512),
+      "num_global_key_value_heads": ("NUM_GLOBAL_KV_HEADS", None),
+      "attention_k_eq_v": ("USE_KEYS_AS_VALUES", False),
+      "use_double_wide_mlp": ("USE_DOUBLE_WIDE_MLP", False),
+      "hidden_size_per_layer_input": ("PER_LAYER_DIMS", 256),
+      "num_experts": ("NUM_EXPERTS", 0),
+      "top_k_experts": ("NUM_EXPERTS_PER_TOKEN", 0),
+      "moe_intermediate_size": ("EXPERT_DIMS", None),
     },
     defaults={
       "vocab_size": 262_144,
@@ -60,25 +60,9 @@ def family(of_gemma: hugging_face.Family) -> hugging_face.Family:
       "num_hidden_layers": 30,
       "num_attention_heads": 8,
       "num_key_value_heads": 4,
-      "head_dim": 256,
       "max_position_embeddings": 131_072,
-      "rms_norm_eps": 1e-6,
-      "tie_word_embeddings": True,
-      "attention_bias": False,
-      "sliding_window": 512,
-      "final_logit_softcapping": None,
-      "global_head_dim": 512,
-      "num_global_key_value_heads": None,
-      "attention_k_eq_v": False,
-      "use_double_wide_mlp": False,
-      "hidden_size_per_layer_input": 256,
-      "num_experts": 0,
-      "top_k_experts": 0,
-      "moe_intermediate_size": None,
     },
-    nullable=frozenset(
-      {"final_logit_softcapping", "num_global_key_value_heads", "moe_intermediate_size"}
-    ),
+    nullable={"final_logit_softcapping", "num_global_key_value_heads", "moe_intermediate_size"},
     derived={
       "enable_moe_block": lambda config: bool(config["num_experts"]),
       "vocab_size_per_layer_input": lambda config: config["vocab_size"],
@@ -87,31 +71,30 @@ def family(of_gemma: hugging_face.Family) -> hugging_face.Family:
       "hidden_activation": hf_keys.GELU_TANH,
       "use_bidirectional_attention": (None, "vision"),  # Tokens of images attend to each other.
     },
-    # Which transformers does not read, and one that `_Layers` reads.
-    neutral=frozenset({"expert_intermediate_size", "sliding_window_pattern", _SHARED}),
+    # Which transformers does not read.
+    neutral={"expert_intermediate_size", "sliding_window_pattern"},
     rewritten=_rewritten,
-    layers=_Layers(names={}),
+    layers=_Layers(),
     rope=_Rope(),
-    rules=_rules(of_gemma.rules),
+    rules=_rules(),
     # Layers without keys of their own are published with some; none in other models.
-    ignored=(
+    ignored={
       r"(?:model\.layers\.\d+\.self_attn\.(?:[kv]_proj|k_norm)\.weight){0,{NUM_KV_LAYERS}}",
-    ),
+    },
     wrapper=_WITH_IMAGES,
   )
 
 
 def unified(of_gemma4: hugging_face.Family) -> hugging_face.Family:
   """Returns the family of Gemma 4 12B, whose configuration has neither experts nor embeddings."""
-  lacking = ("hidden_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size")
-  defaults = {key: value for key, value in of_gemma4.defaults.items() if key not in lacking}
-  return dataclasses.replace(
-    of_gemma4,
+  return of_gemma4.variant(
+    lacking=(
+      *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+      *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
+    ),
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    knobs={key: knob for key, knob in of_gemma4.knobs.items() if key not in lacking},
-    defaults={**defaults, "max_position_embeddings": 262_144, "sliding_window": 1024},
-    derived={},
+    defaults={"max_position_embeddings": 262_144, "sliding_window": 1024},
     rewritten=_without_layers,
     wrapper=dataclasses.replace(_WITH_IMAGES, model_type="gemma4_unified"),
   )
@@ -122,12 +105,11 @@ def kind(layer: int, every: int) -> str:
   return LOCAL if (layer + 1) % every else GLOBAL
 
 
-def _rules(of_gemma: Rules) -> Rules:
-  """Returns the rule of each weight."""
+def _rules() -> Rules:
+  """Returns the rules of weights that Gemma lacks, or names differently."""
   at, mlp, theirs = "model.layers.{}", "stack.{}.mlp", "model.layers.{}.mlp"
   own = "stack.{}.per_layer_input"
   rules: Rules = {
-    **of_gemma,
     "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
     "stack.{}.mlp_post_norm.scale": Same(f"{at}.post_feedforward_layernorm.weight"),
     "stack.{}.output_scale": Same(f"{at}.layer_scalar"),
@@ -157,8 +139,12 @@ def _rules(of_gemma: Rules) -> Rules:
 class _Layers(HfLayers):
   """The kinds of layers, and which have keys and values of their own."""
 
+  @property
+  def keys(self) -> frozenset[str]:
+    return frozenset({"layer_types", _SHARED})
+
   def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    count, types = config.get("num_hidden_layers", 30), config.get("layer_types")
+    count, types = config["num_hidden_layers"], config.get("layer_types")
     shared, every = config.get(_SHARED) or 0, min(6, count)
     if types is not None:
       every = types.index(GLOBAL) + 1 if isinstance(types, list) and GLOBAL in types else 1

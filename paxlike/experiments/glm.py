@@ -6,8 +6,6 @@ Dim i of a head is paired with dim i + 32 of the first 64, unlike in earlier mod
 pair neighbors. `MTP_NUM_LAYERS=1` adds its layer for multi-token prediction.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
@@ -53,15 +51,12 @@ class GlmMoe(DeepSeekMoe, Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = with_experts(super().hugging_face())
-    output_bias = "stack.{}.attention.output.b"
-    return dataclasses.replace(
-      family,
+    return with_experts(super().hugging_face()).variant(
+      lacking=("mlp_bias", "stack.{}.attention.output.b"),
       model_type="glm4_moe",
       architecture="Glm4MoeForCausalLM",
-      knobs={**family.knobs, "use_qk_norm": "QK_NORM"},
+      knobs={"use_qk_norm": ("QK_NORM", False)},
       defaults={
-        **family.defaults,
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
         "moe_intermediate_size": 1408,
@@ -70,11 +65,8 @@ class GlmMoe(DeepSeekMoe, Llama):
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "use_qk_norm": False,
       },
-      fixed={key: value for key, value in family.fixed.items() if key != "mlp_bias"},
       rope=HfRope(share=0.5),
-      rules={name: rule for name, rule in family.rules.items() if name != output_bias},
     )
 
 

@@ -69,10 +69,9 @@ class Gpt(Experiment):
         "n_positions": "MAX_SEQ_LEN",
         "n_layer": "NUM_LAYERS",
         "n_embd": "MODEL_DIMS",
-        "n_inner": "HIDDEN_DIMS",
+        "n_inner": ("HIDDEN_DIMS", None),
         "n_head": "NUM_HEADS",
       },
-      defaults={"n_inner": None},
       nullable=frozenset({"n_inner"}),
       fixed={
         "activation_function": ("gelu_new", *hf_keys.GELU_TANH),
@@ -89,7 +88,7 @@ class Gpt(Experiment):
       rules=rules,
       prefix="transformer.",
       # Masks, and a copy of the embedding table.
-      ignored=(r".*\.attn\.(masked_)?bias",),
+      ignored=frozenset({r".*\.attn\.(masked_)?bias"}),
       copies={"lm_head.weight": "transformer.wte.weight"},
     )
 

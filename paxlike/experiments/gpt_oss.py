@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss (OpenAI, 2025): experts with biases, attention sinks, a window in every other layer."""
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rope import HfRope
-from paxlike.checkpoints.hf_rules import Interleaved, Matrix, Same
+from paxlike.checkpoints.hf_rules import Interleaved, Matrix, Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
@@ -75,9 +74,8 @@ class GptOss(Moe, Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at = "model.layers.{}"
-    rules = dict(family.rules)
+    rules: Rules = {}
     for index, role in enumerate(("gate", "up")):
       fused = f"{at}.mlp.experts.gate_up_proj"
       rules[f"stack.{{}}.mlp.experts.{role}.w"] = Interleaved(fused, index=index)
@@ -89,39 +87,29 @@ class GptOss(Moe, Llama):
       "stack.{}.mlp.experts.down.w": Same(f"{at}.mlp.experts.down_proj"),
       "stack.{}.mlp.experts.down.b": Same(f"{at}.mlp.experts.down_proj_bias"),
     }
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
+      lacking=("attention_bias",),
       model_type="gpt_oss",
       architecture="GptOssForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
         "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
-        "sliding_window": "WINDOW",
+        "num_local_experts": ("NUM_EXPERTS", 128),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 4),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
+        "sliding_window": ("WINDOW", 128),
       },
       defaults={
-        **family.defaults,
-        "num_local_experts": 128,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
         "rms_norm_eps": 1e-5,
-        "router_aux_loss_coef": 0.001,
         "attention_bias": True,
       },
-      fixed={
-        **family.fixed,
-        "attention_bias": True,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-      },
-      neutral=frozenset({"initial_context_length"}),  # In the published configuration, but unused.
+      fixed={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+      neutral={"initial_context_length"},  # In the published configuration, but unused.
       equal={"experts_per_token": "num_experts_per_tok"},
       aliases={"num_experts": "num_local_experts"},
-      layer_types=("sliding_attention", "full_attention"),
+      layers=LayerPattern(("sliding_attention", "full_attention")),
       rope=HfRope(theta=150_000.0, fixed={"truncate": False}, absent=_YARN),
       rules=rules,
     )

@@ -6,20 +6,18 @@ Each of its layers has a feed-forward layer for all tokens and, in the larger mo
 beside it.
 """
 
-import dataclasses
 from typing import Literal
 
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_layers import LayerKinds
 from paxlike.checkpoints.hf_rules import ExpertMatrices, Matrix, Rules, stacked
 from paxlike.config import ranges
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.mamba import (
-  MAMBA_DEFAULTS,
   MAMBA_KEYS,
   NO_STEP_LIMITS,
   Hybrid,
@@ -32,10 +30,10 @@ from paxlike.registry import register
 
 # Keys of `config.json` for the scales, which are 1 if absent.
 _SCALES = {
-  "embedding_multiplier": "EMBEDDING_SCALE",
-  "residual_multiplier": "RESIDUAL_SCALE",
-  "attention_multiplier": "ATTENTION_SCALE",
-  "logits_scaling": "LOGITS_DIVISOR",
+  "embedding_multiplier": ("EMBEDDING_SCALE", 1.0),
+  "residual_multiplier": ("RESIDUAL_SCALE", 1.0),
+  "attention_multiplier": ("ATTENTION_SCALE", 1.0),
+  "logits_scaling": ("LOGITS_DIVISOR", 1.0),
 }
 
 
@@ -73,12 +71,10 @@ class Granite3(Granite):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="granite",
       architecture="GraniteForCausalLM",
-      knobs={**family.knobs, **_SCALES},
-      defaults={**family.defaults, **dict.fromkeys(_SCALES, 1.0)},
+      knobs=_SCALES,
     )
 
 
@@ -125,43 +121,30 @@ class Granite4(Moe, Hybrid, Granite):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face().variant(lacking=("num_hidden_layers", "stack.{}.mlp.*"))
+    return family.variant(
       model_type="granitemoehybrid",
       architecture="GraniteMoeHybridForCausalLM",
       knobs={
-        **{k: v for k, v in family.knobs.items() if k != "num_hidden_layers"},
-        "shared_intermediate_size": "HIDDEN_DIMS",
+        "shared_intermediate_size": ("HIDDEN_DIMS", 1024),
         "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "num_local_experts": ("NUM_EXPERTS", 8),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 2),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
         **_SCALES,
-        "position_embedding_type": "USE_ROPE",
+        "position_embedding_type": ("USE_ROPE", None),
         **MAMBA_KEYS,
-      },
-      defaults={
-        **family.defaults,
-        "shared_intermediate_size": 1024,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
-        **dict.fromkeys(_SCALES, 1.0),
-        "position_embedding_type": None,
-        **MAMBA_DEFAULTS,
-        "mamba_d_head": 64,
+        "mamba_d_head": ("MAMBA_DIMS_PER_HEAD", 64),
       },
       choices={"position_embedding_type": {"nope": False, "rope": True, None: False}},
       derived={"mamba_expand": expansion},
-      neutral=frozenset({"mamba_chunk_size"}),
+      neutral={"mamba_chunk_size"},
       fixed={
-        **family.fixed,
         "mamba_proj_bias": False,
         "normalization_function": "rmsnorm",
         "time_step_limit": NO_STEP_LIMITS,
       },
-      layers=HfLayers(
+      layers=LayerKinds(
         names={
           "mamba": "mamba",
           "attention": "attention",
@@ -173,11 +156,11 @@ class Granite4(Moe, Hybrid, Granite):
     )
 
 
-def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight."""
+def _rules(others: Rules) -> Rules:
+  """Returns the rule of each weight, given those of weights outside of feed-forward layers."""
   at, mlp = "model.layers.{}", "stack.{}.mlp"
   moe = f"{at}.block_sparse_moe"
-  rules = {name: rule for name, rule in of_llama.items() if not name.startswith(mlp + ".")}
+  rules = dict(others)
   for dense in (mlp, f"{mlp}.shared"):
     gate_and_up = {f"{dense}.gate.w": Matrix(""), f"{dense}.up.w": Matrix("")}
     rules |= stacked(f"{at}.shared_mlp.input_linear.weight", gate_and_up)

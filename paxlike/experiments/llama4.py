@@ -7,7 +7,6 @@ of rotary layers, by norms without weights. A token has one expert, whose input 
 sigmoid of the router's logit, beside a shared expert. In Maverick, every other layer has experts.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +30,6 @@ _WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "image_token_index", "image_token_id"}
     | {"boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"}
   ),
-  fixed={},
   renamed={"language_model.": ""},
   dropped=r"(vision_model|multi_modal_projector)\..*",
   tied=False,
@@ -116,63 +114,50 @@ class Llama4(Moe, Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("mlp_bias",),
       model_type="llama4_text",
       architecture="Llama4ForCausalLM",
       knobs={
-        **family.knobs,
-        "intermediate_size_mlp": "HIDDEN_DIMS",
-        "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "interleave_moe_layer_step": "EXPERT_EVERY",
-        "no_rope_layer_interval": "GLOBAL_EVERY",
-        "attention_chunk_size": "ATTENTION_CHUNK",
-        "use_qk_norm": "USE_UNSCALED_QK_NORM",
-        "attn_temperature_tuning": "USE_LONG_CONTEXT_SCALE",
-        "floor_scale": "LONG_CONTEXT_FLOOR",
-        "attn_scale": "LONG_CONTEXT_STRENGTH",
+        "intermediate_size_mlp": ("HIDDEN_DIMS", 16384),
+        "intermediate_size": ("EXPERT_DIMS", 8192),
+        "num_local_experts": ("NUM_EXPERTS", 16),
+        "interleave_moe_layer_step": ("EXPERT_EVERY", 1),
+        "no_rope_layer_interval": ("GLOBAL_EVERY", 4),
+        "attention_chunk_size": ("ATTENTION_CHUNK", 8192),
+        "use_qk_norm": ("USE_UNSCALED_QK_NORM", True),
+        "attn_temperature_tuning": ("USE_LONG_CONTEXT_SCALE", True),
+        "floor_scale": ("LONG_CONTEXT_FLOOR", 8192),
+        "attn_scale": ("LONG_CONTEXT_STRENGTH", 0.1),
       },
       defaults={
         "vocab_size": 202_048,
         "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
         "num_hidden_layers": 48,
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "num_local_experts": 16,
-        "interleave_moe_layer_step": 1,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "use_qk_norm": True,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
       },
-      nullable=frozenset({"num_key_value_heads", "head_dim", "attention_chunk_size"}),
-      fixed={"hidden_act": family.fixed["hidden_act"], "num_experts_per_tok": 1},
-      neutral=frozenset({"router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"}),
+      nullable={"attention_chunk_size"},
+      fixed={"num_experts_per_tok": 1},
+      neutral={"router_aux_loss_coef", "router_jitter_noise", "for_llm_compressor"},
       rewritten=_without_layers,
       rope=HfRope(
         theta=500_000.0,
         types=("default", "linear", "llama3"),
         numbers={"llama3": {"high_freq_factor": ("ROPE_HIGH", 4.0)}},
       ),
-      rules=_rules(family.rules),
+      rules=_rules(),
       wrapper=_WITH_IMAGES,
     )
 
 
-def _rules(of_llama: Rules) -> Rules:
-  """Returns the rule of each weight."""
+def _rules() -> Rules:
+  """Returns the rules of feed-forward layers."""
   at = "model.layers.{}.feed_forward"
-  rules = of_llama | {
+  rules: Rules = {
     "stack.{}.mlp.router.w": Matrix(f"{at}.router.weight"),
     "stack.{}.mlp.experts.down.w": Same(f"{at}.experts.down_proj"),
   }

@@ -15,21 +15,13 @@ from paxlike.layers.layer_pattern import Sections
 
 # Bounds of Mamba-2's steps in `config.json`: none.
 NO_STEP_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}], None)
-# Keys of Mamba-2 in the `config.json` of Granite 4.0 and Falcon-H1, and their defaults.
+# Keys of Mamba-2 in the `config.json` of Granite 4.0 and Falcon-H1: knobs and their defaults.
 MAMBA_KEYS = {
-  "mamba_n_heads": "MAMBA_NUM_HEADS",
-  "mamba_d_head": "MAMBA_DIMS_PER_HEAD",
-  "mamba_d_state": "MAMBA_STATE_DIMS",
-  "mamba_n_groups": "MAMBA_NUM_GROUPS",
-  "mamba_d_conv": "MAMBA_CONV_TAPS",
-  "mamba_conv_bias": "MAMBA_CONV_BIAS",
-}
-MAMBA_DEFAULTS = {
-  "mamba_n_heads": 128,
-  "mamba_d_state": 256,
-  "mamba_n_groups": 1,
-  "mamba_d_conv": 4,
-  "mamba_conv_bias": True,
+  "mamba_n_heads": ("MAMBA_NUM_HEADS", 128),
+  "mamba_d_state": ("MAMBA_STATE_DIMS", 256),
+  "mamba_n_groups": ("MAMBA_NUM_GROUPS", 1),
+  "mamba_d_conv": ("MAMBA_CONV_TAPS", 4),
+  "mamba_conv_bias": ("MAMBA_CONV_BIAS", True),
 }
 
 Kind = Literal["mamba", "attention", "mlp", "moe"]

@@ -6,8 +6,6 @@ attention. Mixtral has eight experts per layer, two per token. Ministral 3 (Liu 
 YaRN, and logits that grow with the position of the query.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
@@ -28,7 +26,6 @@ _WITH_IMAGES = hugging_face.Wrapper(
     {"vision_config", "image_token_index", "image_token_id", "projector_hidden_act"}
     | {"multimodal_projector_bias", "spatial_merge_size", "vision_feature_layer"}
   ),
-  fixed={},
   # As published, and as transformers saves it since 4.52.
   renamed={"language_model.": "", "model.language_model.": "model."},
   dropped=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
@@ -50,16 +47,13 @@ class Mistral(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("attention_bias",),
       model_type="mistral",
       architecture="MistralForCausalLM",
-      knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
-        "sliding_window": "WINDOW",
-      },
-      defaults={**family.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
-      nullable=family.nullable | {"sliding_window"},
+      knobs={"sliding_window": ("WINDOW", 4096)},
+      defaults={"num_key_value_heads": 8},
+      nullable={"sliding_window"},
       wrapper=_WITH_IMAGES,
     )
 
@@ -154,16 +148,10 @@ class Ministral3(Mistral):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="ministral3",
       architecture="Ministral3ForCausalLM",
-      defaults={
-        **family.defaults,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-      },
+      defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None},
       rope=HfRope(
         theta=1_000_000.0,
         types=("yarn",),
@@ -215,33 +203,26 @@ class Mixtral(Moe, Mistral):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at = "model.layers.{}.block_sparse_moe"
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
       model_type="mixtral",
       architecture="MixtralForCausalLM",
       knobs={
-        **family.knobs,
         "intermediate_size": "EXPERT_DIMS",
-        "num_local_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "num_local_experts": ("NUM_EXPERTS", 8),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 2),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
       },
       defaults={
-        **family.defaults,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
       },
-      neutral=frozenset({"router_jitter_noise"}),  # For training only.
+      neutral={"router_jitter_noise"},  # For training only.
       aliases={"num_experts": "num_local_experts"},
       rope=HfRope(theta=1_000_000.0),
       wrapper=None,
       rules={
-        **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
         "stack.{}.mlp.experts.gate.w": PerExpert(f"{at}.experts.{{expert}}.w1.weight"),
         "stack.{}.mlp.experts.up.w": PerExpert(f"{at}.experts.{{expert}}.w3.weight"),

@@ -5,13 +5,11 @@ Each layer is either Mamba-2, attention without positions, or a feed-forward lay
 ReLU. Those of Nemotron 3 have experts.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
-from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_layers import LayerKinds
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert, Rules, Same
 from paxlike.config import ranges
 from paxlike.experiments import datasets
@@ -66,23 +64,21 @@ class NemotronH(SigmoidMoe, Hybrid):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    left_out = ("num_hidden_layers", "rms_norm_eps", "attention_bias")
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("num_hidden_layers", "rms_norm_eps", "attention_bias", "hidden_act", "stack.*"),
       model_type="nemotron_h",
       architecture="NemotronHForCausalLM",
       knobs={
-        **{key: knob for key, knob in family.knobs.items() if key not in left_out},
-        "layer_norm_epsilon": "NORM_EPSILON",
-        "mamba_num_heads": "MAMBA_NUM_HEADS",
-        "mamba_head_dim": "MAMBA_DIMS_PER_HEAD",
-        "ssm_state_size": "MAMBA_STATE_DIMS",
-        "n_groups": "MAMBA_NUM_GROUPS",
-        "conv_kernel": "MAMBA_CONV_TAPS",
-        "use_conv_bias": "MAMBA_CONV_BIAS",
-        "time_step_min": "MAMBA_LEAST_STEP",
+        "layer_norm_epsilon": ("NORM_EPSILON", 1e-5),
+        "mamba_num_heads": ("MAMBA_NUM_HEADS", 128),
+        "mamba_head_dim": ("MAMBA_DIMS_PER_HEAD", 64),
+        "ssm_state_size": ("MAMBA_STATE_DIMS", 128),
+        "n_groups": ("MAMBA_NUM_GROUPS", 8),
+        "conv_kernel": ("MAMBA_CONV_TAPS", 4),
+        "use_conv_bias": ("MAMBA_CONV_BIAS", True),
+        "time_step_min": ("MAMBA_LEAST_STEP", 0.001),
         **SIGMOID_MOE_KEYS,
-        "moe_shared_expert_intermediate_size": "SHARED_EXPERT_DIMS",
+        "moe_shared_expert_intermediate_size": ("SHARED_EXPERT_DIMS", 7688),
       },
       defaults=_DEFAULTS,
       fixed={
@@ -96,9 +92,9 @@ class NemotronH(SigmoidMoe, Hybrid):
         "time_step_limit": NO_STEP_LIMITS,
         "use_bias": False,
       },
-      neutral=frozenset(_NEUTRAL),
+      neutral=_NEUTRAL,
       aliases={"num_local_experts": "n_routed_experts", "attention_head_dim": "head_dim"},
-      layers=HfLayers(
+      layers=LayerKinds(
         names={
           "linear_attention": "mamba",
           "full_attention": "attention",
@@ -107,19 +103,16 @@ class NemotronH(SigmoidMoe, Hybrid):
         letters=LETTERS,
       ),
       rope=None,
-      rules=_rules(family.rules),
+      rules=_rules(),
       copies={"lm_head.weight": "backbone.embeddings.weight"},
-      ignored=(r"mtp\..*",),
+      ignored={r"mtp\..*"},
     )
 
 
 _DEFAULTS = {
   "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504,
   "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-  "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
-  "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
-  "conv_kernel": 4, "use_conv_bias": True, "time_step_min": 0.001,
-  "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+  "max_position_embeddings": 4096, "moe_intermediate_size": 7688,
   "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
   "routed_scaling_factor": 1.0,
 }  # fmt: skip
@@ -134,7 +127,7 @@ _NEUTRAL = {
 }  # fmt: skip
 
 
-def _rules(of_llama: Rules) -> Rules:
+def _rules() -> Rules:
   """Returns the rule of each weight."""
   at = "backbone.layers.{}"
   mixer, mlp, attention = f"{at}.mixer", "stack.{}.mlp", "stack.{}.attention"
@@ -143,7 +136,6 @@ def _rules(of_llama: Rules) -> Rules:
     f"{attention}_norm.scale": Same(f"{at}.norm.weight"),
     f"{mlp}_norm.scale": Same(f"{at}.norm.weight"),
     "norm.scale": Same("backbone.norm_f.weight"),
-    "head.w": of_llama["head.w"],
     f"{attention}.output.w": Matrix(f"{mixer}.o_proj.weight", inputs=2),
     f"{mlp}.router.w": Matrix(f"{mixer}.gate.weight"),
     f"{mlp}.router_bias": Same(f"{mixer}.gate.e_score_correction_bias"),

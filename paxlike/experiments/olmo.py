@@ -6,12 +6,11 @@ the queries of all heads together, and of the keys. OLMo 3 has a window in three
 YaRN in the others.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Same
 from paxlike.config import ranges
@@ -40,17 +39,14 @@ class Olmo2(Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at = "model.layers.{}"
-    rules = {n: rule for n, rule in family.rules.items() if n != "stack.{}.attention_norm.scale"}
-    del rules["stack.{}.mlp_norm.scale"]
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
+      lacking=("stack.{}.attention_norm.scale", "stack.{}.mlp_norm.scale"),
       model_type="olmo2",
       architecture="Olmo2ForCausalLM",
-      defaults={**family.defaults, "rms_norm_eps": 1e-5},
+      defaults={"rms_norm_eps": 1e-5},
       rules={
-        **rules,
         "stack.{}.attention.query_norm.scale": Same(f"{at}.self_attn.q_norm.weight", ndim=1),
         "stack.{}.attention.key_norm.scale": Same(f"{at}.self_attn.k_norm.weight", ndim=1),
         "stack.{}.attention_post_norm.scale": Same(f"{at}.post_attention_layernorm.weight"),
@@ -123,13 +119,11 @@ class Olmo3(Olmo2):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="olmo3",
       architecture="Olmo3ForCausalLM",
-      knobs={**family.knobs, "sliding_window": "WINDOW"},
-      defaults={**family.defaults, "sliding_window": 4096},
-      layer_types=(*["sliding_attention"] * 3, "full_attention"),
+      knobs={"sliding_window": ("WINDOW", 4096)},
+      layers=LayerPattern((*["sliding_attention"] * 3, "full_attention")),
       rope=HfRope(theta=500_000.0, local_unscaled=True),
     )
 

@@ -5,7 +5,6 @@ Models with a context of 131,072 tokens have LongRoPE: a set of factors for docu
 ROPE_ORIGINAL_LENGTH tokens, and another for longer documents.
 """
 
-import dataclasses
 from typing import Literal
 
 import fiddle as fdl
@@ -60,32 +59,21 @@ class Phi3(Llama):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at, of = "model.layers.{}", "stack.{}.attention"
     qkv = {f"{of}.{role}.w": Matrix("") for role in ("query", "key", "value")}
     gate_up = {f"stack.{{}}.mlp.{role}.w": Matrix("") for role in ("gate", "up")}
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
+      lacking=("attention_bias", "mlp_bias", "stack.*.b"),
       model_type="phi3",
       architecture="Phi3ForCausalLM",
-      knobs={
-        **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
-        "sliding_window": "WINDOW",
-      },
-      defaults={
-        **{key: value for key, value in family.defaults.items() if key != "attention_bias"},
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-      },
-      nullable=family.nullable | {"sliding_window"},
-      fixed={"hidden_act": family.fixed["hidden_act"]},
-      neutral=frozenset(
-        {"embd_pdrop", "resid_pdrop"}  # For training only.
-        | {"full_attn_mod", "interpolate_factor", "lm_head_bias"}  # Unused.
-      ),
+      knobs={"sliding_window": ("WINDOW", None)},
+      defaults={"rms_norm_eps": 1e-5},
+      nullable={"sliding_window"},
+      neutral={"embd_pdrop", "resid_pdrop"}  # For training only.
+      | {"full_attn_mod", "interpolate_factor", "lm_head_bias"},  # Unused.
       rope=HfLongRope(),
       rules={
-        **{name: rule for name, rule in family.rules.items() if not name.endswith(".b")},
         **stacked(f"{at}.self_attn.qkv_proj.weight", qkv),
         **stacked(f"{at}.mlp.gate_up_proj.weight", gate_up),
       },

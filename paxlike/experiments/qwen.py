@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3 (Yang et al., 2025): LLaMA with QK-norm; the larger models have experts."""
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rules import Matrix, PerExpert
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
@@ -32,14 +31,13 @@ class Qwen3(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="qwen3",
       architecture="Qwen3ForCausalLM",
-      defaults={**family.defaults, "num_key_value_heads": 32, "head_dim": 128},
-      neutral=frozenset({"sliding_window", "max_window_layers"}),  # There is no window.
-      fixed={**family.fixed, "use_sliding_window": False},
-      layer_types=("full_attention",),
+      defaults={"num_key_value_heads": 32, "head_dim": 128},
+      neutral={"sliding_window", "max_window_layers"},  # There is no window.
+      fixed={"use_sliding_window": False},
+      layers=LayerPattern(("full_attention",)),
     )
 
 
@@ -112,39 +110,26 @@ class Qwen3Moe(Moe, Qwen3):
 
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
-    family = super().hugging_face()
     at = "model.layers.{}.mlp"
-    return dataclasses.replace(
-      family,
+    family = super().hugging_face()
+    return family.variant(
       model_type="qwen3_moe",
       architecture="Qwen3MoeForCausalLM",
       knobs={
-        **family.knobs,
-        "moe_intermediate_size": "EXPERT_DIMS",
-        "num_experts": "NUM_EXPERTS",
-        "num_experts_per_tok": "NUM_EXPERTS_PER_TOKEN",
-        "router_aux_loss_coef": "BALANCE_LOSS_WEIGHT",
+        "moe_intermediate_size": ("EXPERT_DIMS", 768),
+        "num_experts": ("NUM_EXPERTS", 128),
+        "num_experts_per_tok": ("NUM_EXPERTS_PER_TOKEN", 8),
+        "router_aux_loss_coef": ("BALANCE_LOSS_WEIGHT", 0.001),
       },
       defaults={
-        **family.defaults,
         "num_key_value_heads": 4,
         "head_dim": None,
         "norm_topk_prob": False,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "router_aux_loss_coef": 0.001,
       },
-      fixed={
-        **family.fixed,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": ([], None),
-      },
+      fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ([], None)},
       aliases={"num_local_experts": "num_experts"},
-      layer_types=(),
+      layers=None,
       rules={
-        **family.rules,
         "stack.{}.mlp.router.w": Matrix(f"{at}.gate.weight"),
         "stack.{}.mlp.experts.gate.w": PerExpert(f"{at}.experts.{{expert}}.gate_proj.weight"),
         "stack.{}.mlp.experts.up.w": PerExpert(f"{at}.experts.{{expert}}.up_proj.weight"),

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2 and Qwen2.5 (Yang et al., 2024): LLaMA with biases of queries, keys and values."""
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
 from paxlike.experiments.reinforcement import PromptFiles
@@ -30,20 +29,14 @@ class Qwen2(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    output_bias = "stack.{}.attention.output.b"
-    return dataclasses.replace(
-      family,
+    return family.variant(
+      lacking=("attention_bias", "mlp_bias", "stack.{}.attention.output.b"),
       model_type="qwen2",
       architecture="Qwen2ForCausalLM",
-      knobs={key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
-      defaults={
-        **{key: value for key, value in family.defaults.items() if key != "attention_bias"},
-        "num_key_value_heads": 32,
-      },
-      neutral=frozenset({"sliding_window", "max_window_layers"}),  # There is no window.
-      fixed={"hidden_act": family.fixed["hidden_act"], "use_sliding_window": False},
-      layer_types=("full_attention",),
-      rules={name: rule for name, rule in family.rules.items() if name != output_bias},
+      defaults={"num_key_value_heads": 32},
+      neutral={"sliding_window", "max_window_layers"},  # There is no window.
+      fixed={"use_sliding_window": False},
+      layers=LayerPattern(("full_attention",)),
     )
 
 

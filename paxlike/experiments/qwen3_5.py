@@ -26,14 +26,13 @@ _PROJECTIONS = {
 }
 # In published configurations, of what transformers does not read.
 _FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": ([], None)}
-_MTP = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+_MTP = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 _WITH_IMAGES = hugging_face.Wrapper(
   model_type="qwen3_5",
   neutral=frozenset(
     {"vision_config", "image_token_id", "video_token_id"}
     | {"vision_start_token_id", "vision_end_token_id", "language_model_only"}
   ),
-  fixed={},
   renamed={"model.language_model.": "model."},
   dropped=r"model\.visual\..*",
   tied=False,
@@ -49,12 +48,11 @@ class Qwen35(QwenHybrid):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = hybrid_family(Qwen3.hugging_face(), num_kv_heads=4, projections=_PROJECTIONS)
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="qwen3_5_text",
       architecture="Qwen3_5ForCausalLM",
-      fixed={**family.fixed, **_FIXED},
-      neutral=family.neutral | _MTP,
+      fixed=_FIXED,
+      neutral=_MTP,
       wrapper=_WITH_IMAGES,
     )
 
@@ -73,27 +71,24 @@ class Qwen35Moe(GatedSharedExpert, QwenHybrid):
   def hugging_face(cls) -> hugging_face.Family:
     moe = Qwen3Moe.hugging_face()
     family = hybrid_family(moe, num_kv_heads=2, projections=_PROJECTIONS)
-    family = dataclasses.replace(
-      family,
+    return with_shared_expert(family).variant(
+      lacking=("intermediate_size",),
       model_type="qwen3_5_moe_text",
       architecture="Qwen3_5MoeForCausalLM",
-      knobs={key: knob for key, knob in family.knobs.items() if key != "intermediate_size"},
       defaults={
-        **family.defaults,
         "norm_topk_prob": True,
         "moe_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,
       },
-      fixed={**family.fixed, **_FIXED},
-      neutral=family.neutral | _MTP | {"intermediate_size"},
+      fixed=_FIXED,
+      neutral=_MTP | {"intermediate_size"},
       wrapper=dataclasses.replace(_WITH_IMAGES, model_type="qwen3_5_moe"),
       stacked_experts={
         "experts.gate_up_proj": ("gate_proj", "up_proj"),
         "experts.down_proj": ("down_proj",),
       },
     )
-    return with_shared_expert(family)
 
 
 @register

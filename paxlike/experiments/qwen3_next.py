@@ -4,12 +4,11 @@
 Norms have weights around 0, a quarter of a head's dims is rotated, and every layer has experts.
 """
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.checkpoints.hf_rules import Matrix, Rules, Same, Taps, either, grouped, stacked
 from paxlike.config import ranges
@@ -97,6 +96,7 @@ def hybrid_family(
     num_kv_heads: The default of `num_key_value_heads`.
     projections: The rules of the linear maps of linear layers, but the output.
   """
+  family = family.variant(lacking=("attention_bias", "stack.*.b"))
   attention = "model.layers.{}.self_attn"
   gated = (f"{_OURS}.query.w", f"{_OURS}.output_gate.w")
   convs = {f"{_OURS}.{role}_conv.w": Taps("") for role in ("query", "key", "value")}
@@ -108,33 +108,27 @@ def hybrid_family(
     f"{_OURS}.decay_bias": Same(f"{_AT}.dt_bias"),
     f"{_OURS}.output.w": Matrix(f"{_AT}.out_proj.weight", inputs=2),
   }
-  full = {name: rule for name, rule in family.rules.items() if not name.endswith(".b")}
-  full |= grouped(f"{attention}.q_proj.weight", *gated, groups=f"{_OURS}.query.w")
-  return dataclasses.replace(
-    family,
+  full = {
+    **family.rules,
+    **grouped(f"{attention}.q_proj.weight", *gated, groups=f"{_OURS}.query.w"),
+  }
+  return family.variant(
     knobs={
-      **{key: knob for key, knob in family.knobs.items() if key != "attention_bias"},
-      "linear_num_key_heads": "LINEAR_NUM_KEY_HEADS",
-      "linear_num_value_heads": "LINEAR_NUM_VALUE_HEADS",
-      "linear_key_head_dim": "LINEAR_DIMS_PER_KEY_HEAD",
-      "linear_value_head_dim": "LINEAR_DIMS_PER_VALUE_HEAD",
-      "linear_conv_kernel_dim": "LINEAR_CONV_TAPS",
+      "linear_num_key_heads": ("LINEAR_NUM_KEY_HEADS", 16),
+      "linear_num_value_heads": ("LINEAR_NUM_VALUE_HEADS", 32),
+      "linear_key_head_dim": ("LINEAR_DIMS_PER_KEY_HEAD", 128),
+      "linear_value_head_dim": ("LINEAR_DIMS_PER_VALUE_HEAD", 128),
+      "linear_conv_kernel_dim": ("LINEAR_CONV_TAPS", 4),
     },
     defaults={
-      **family.defaults,
       "num_key_value_heads": num_kv_heads,
       "head_dim": 256,
-      "linear_num_key_heads": 16,
-      "linear_num_value_heads": 32,
-      "linear_key_head_dim": 128,
-      "linear_value_head_dim": 128,
-      "linear_conv_kernel_dim": 4,
     },
-    fixed={**family.fixed, "full_attention_interval": 4},
-    layer_types=(*["linear_attention"] * 3, "full_attention"),
+    fixed={"full_attention_interval": 4},
+    layers=LayerPattern((*["linear_attention"] * 3, "full_attention")),
     rope=HfRope(share=0.25, neutral=frozenset({"mrope_section", "mrope_interleaved"})),
     rules=either(f"{_OURS}.log_rate", linear, full),
-    ignored=(*family.ignored, r"mtp\..*"),
+    ignored={r"mtp\..*"},
   )
 
 
@@ -159,19 +153,15 @@ class Qwen3Next(GatedSharedExpert, QwenHybrid):
         **grouped(f"{_AT}.in_proj_ba.weight", *gates, groups=inputs[0]),
       },
     )
-    return with_shared_expert(
-      dataclasses.replace(
-        family,
-        model_type="qwen3_next",
-        architecture="Qwen3NextForCausalLM",
-        defaults={
-          **family.defaults,
-          "norm_topk_prob": True,
-          "moe_intermediate_size": 512,
-          "num_experts": 512,
-          "num_experts_per_tok": 10,
-        },
-      )
+    return with_shared_expert(family).variant(
+      model_type="qwen3_next",
+      architecture="Qwen3NextForCausalLM",
+      defaults={
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+      },
     )
 
 
@@ -179,12 +169,9 @@ def with_shared_expert(family: hugging_face.Family) -> hugging_face.Family:
   """Returns a family with the expert of `GatedSharedExpert`."""
   ours, theirs = "stack.{}.mlp.shared", "model.layers.{}.mlp.shared_expert"
   roles = ("gate", "up", "down")
-  return dataclasses.replace(
-    family,
-    knobs={**family.knobs, "shared_expert_intermediate_size": "SHARED_EXPERT_DIMS"},
-    defaults={**family.defaults, "shared_expert_intermediate_size": 512},
+  return family.variant(
+    knobs={"shared_expert_intermediate_size": ("SHARED_EXPERT_DIMS", 512)},
     rules={
-      **family.rules,
       **{f"{ours}.{role}.w": Matrix(f"{theirs}.{role}_proj.weight") for role in roles},
       f"{ours}_gate.w": Matrix(f"{theirs}_gate.weight"),
     },

@@ -134,22 +134,29 @@ class Reinforcement(Experiment):
     )
 
   def rollouts(self) -> fdl.Config[Rollouts]:
-    return fdl.Config(
-      Rollouts,
+    return fdl.copy_with(
+      self.answers(),
       reward=self.reward(),
-      num_prompts=self.PROMPTS_PER_STEP,
       most_prompts=self.MAX_PROMPTS_PER_STEP,
       num_updates=self.UPDATES_PER_STEP,
       behind=self.ROLLOUTS_BEHIND,
       importance_cap=self.IMPORTANCE_CAP if self.ROLLOUTS_BEHIND else None,
+      advantages=self.advantages(),
+      normalization=_NORMALIZATIONS[self.LOSS_PER],
+      reward_seconds=self.REWARD_SECONDS,
+      reward_workers=self.REWARD_WORKERS,
+    )
+
+  def answers(self) -> fdl.Config[Rollouts]:
+    """Returns how the answers of a step are sampled; they have no reward."""
+    return fdl.Config(
+      Rollouts,
+      reward=None,
+      num_prompts=self.PROMPTS_PER_STEP,
       group_size=self.GROUP_SIZE,
       max_new_tokens=self.MAX_NEW_TOKENS,
       num_slots=self.DECODE_SLOTS,
-      advantages=self.advantages(),
-      normalization=_NORMALIZATIONS[self.LOSS_PER],
       mask_truncated=self.MASK_TRUNCATED,
-      reward_seconds=self.REWARD_SECONDS,
-      reward_workers=self.REWARD_WORKERS,
     )
 
   def reward(self) -> Any:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM3 (Bakouch et al., 2025): LLaMA without rotary positions in every fourth layer (NoPE)."""
 
-import dataclasses
-
 import fiddle as fdl
 
 from paxlike import layers
 from paxlike.checkpoints import hf_family as hugging_face
+from paxlike.checkpoints.hf_layers import LayerPattern
 from paxlike.checkpoints.hf_rope import HfRope
 from paxlike.experiments import datasets
 from paxlike.experiments.llama import Llama
@@ -34,15 +33,14 @@ class SmolLM3(Llama):
   @classmethod
   def hugging_face(cls) -> hugging_face.Family:
     family = super().hugging_face()
-    return dataclasses.replace(
-      family,
+    return family.variant(
       model_type="smollm3",
       architecture="SmolLM3ForCausalLM",
-      defaults={**family.defaults, "num_key_value_heads": 4, "tie_word_embeddings": True},
-      neutral=frozenset({"sliding_window", "max_window_layers"}),  # There is no window.
-      fixed={**family.fixed, "use_sliding_window": False, "no_rope_layer_interval": 4},
-      layer_types=("full_attention",),
-      by_layer={"no_rope_layers": (1, 1, 1, 0)},  # 1: with rotary positions.
+      defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+      neutral={"sliding_window", "max_window_layers"},  # There is no window.
+      fixed={"use_sliding_window": False, "no_rope_layer_interval": 4},
+      # 1: with rotary positions.
+      layers=LayerPattern(("full_attention",), others={"no_rope_layers": (1, 1, 1, 0)}),
       rope=HfRope(theta=2_000_000.0),
     )
 

@@ -124,7 +124,7 @@ def lora(
   """
   adapted = _of_roles(graph, roles)
   is_sparse = any(select(graph, layers.SparseLatentAttention))
-  undroppable = (*_UNDROPPABLE, *(("key_value",) if is_sparse else ()))
+  undroppable = (*_UNDROPPABLE, "key_value") if is_sparse else _UNDROPPABLE
   _check_kind(adapted, dropout=dropout, dora=dora, undroppable=undroppable)
   options = {"rank": rank, "scale": layers.lora.scale_of(rank, alpha, rslora=rslora)}
   for role, nodes in adapted.items():

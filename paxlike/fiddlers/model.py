@@ -79,7 +79,8 @@ def _independent(stack: fdl.Buildable) -> fdl.Buildable:
 
   Where the pattern's layers attend to keys of earlier ones, it is like the last of these.
   """
-  has_keys = getattr(stack.pattern[-1].attention, "key", stack) is not None
+  attention = stack.pattern[-1].attention
+  has_keys = not hasattr(attention, "key") or attention.key is not None
   block: Any = copy.deepcopy((stack.pattern if has_keys else stack.prologue)[-1])
   if any(select(block, layers.KvSource)):
     fdl.update_callable(block.attention, layers.Attention)

@@ -122,21 +122,9 @@ class Dora(Lora):
   like m, and is 0 for the base model.
   """
 
-  def __init__(
-    self,
-    inputs: Mapping[str, int],
-    outputs: Mapping[str, int],
-    *,
-    role: str,
-    rank: ranges.Size,
-    scale: ranges.Finite = 1.0,
-    dropout: Callable[[], Dropout] | None = None,
-    init: module.Initializer = module.gaussian_fan_in,
-    dtype: ranges.ComputeDtype = jnp.float32,
-  ):
-    super().__init__(
-      inputs, outputs, role=role, rank=rank, scale=scale, dropout=dropout, init=init, dtype=dtype
-    )
+  def __init__(self, inputs: Mapping[str, int], outputs: Mapping[str, int], **others: Any):
+    """See `Lora` for the arguments."""
+    super().__init__(inputs, outputs, **others)
     self.magnitude = self.weight(outputs, init=module.zeros)
 
   def __call__(self, x: jax.Array, y: jax.Array, *, base: Base, context: Context | None):

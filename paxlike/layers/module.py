@@ -6,7 +6,6 @@ maps flat weight names to specs, and binds arrays to the tree.
 """
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from paxlike.config import ranges
+from paxlike.config import constructors, ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers.precision.matmul import Dot
 from paxlike.layers.precision.rounding import QuantizedOperand
@@ -111,8 +110,7 @@ class Module(nnx.Module):
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     # NNX's metaclass hides the constructor's signature; without one, Fiddle accepts any argument.
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    cls.__signature__ = inspect.Signature(parameters)
+    cls.__signature__ = constructors.signature(cls)
 
   def weight(
     self,

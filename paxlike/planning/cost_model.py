@@ -35,9 +35,10 @@ from paxlike.layers.remat import Remat
 from paxlike.planning import matmul_time, memory_model
 from paxlike.planning.attention_time import AttentionTime
 from paxlike.planning.machines import Machine
-from paxlike.planning.model_sizes import ModelSizes, Weight
+from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
 from paxlike.planning.times import Times
+from paxlike.planning.weights import Weight
 
 # Bytes that the loop of a pipeline moves for each number of a weight and microbatch, with one chunk
 # per stage and with several: for slices of weights, and for the float32 sums of gradients. Weights

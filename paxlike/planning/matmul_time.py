@@ -4,8 +4,9 @@
 import functools
 
 from paxlike.planning.machines import Machine
-from paxlike.planning.model_sizes import ModelSizes, Weight
+from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.times import Times
+from paxlike.planning.weights import Weight
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -16,8 +16,9 @@ from paxlike.devices import mesh
 from paxlike.devices.interconnect import Network
 from paxlike.layers.pipeline.spec import Pipeline
 from paxlike.layers.remat import Remat
-from paxlike.planning.model_sizes import ModelSizes, Weight
+from paxlike.planning.model_sizes import ModelSizes
 from paxlike.planning.parallel_config import Configuration
+from paxlike.planning.weights import Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

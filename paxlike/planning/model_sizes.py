@@ -4,14 +4,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from paxlike.checkpoints.layout_conversion import MTP
-from paxlike.devices import mesh, topology
+from paxlike.devices import topology
 from paxlike.layers import flops
 from paxlike.layers.attention.attention import Attention
 from paxlike.layers.attention.auto import Place
@@ -19,77 +17,15 @@ from paxlike.layers.attention.kernel_table import KERNELS
 from paxlike.layers.attention.latent_attention import LatentAttention
 from paxlike.layers.attention.sparse_latent_attention import SparseLatentAttention
 from paxlike.layers.block import Block
-from paxlike.layers.module import Definition, Matmul, WeightSpec
+from paxlike.layers.module import Definition
 from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.recurrent.mixer import RecurrentMixer
-from paxlike.layers.stack import Stack, layout_of
-from paxlike.layers.stack_layout import Location
+from paxlike.layers.stack import Stack
+from paxlike.planning import weights
+from paxlike.planning.weights import Weight
 from paxlike.training import train_state
 from paxlike.training.optimizers import Optimizer
-
-# The dims that tensor parallelism shards.
-_TENSOR_DIMS = {dim for dim, axes in mesh.RULES.items() if "tensor" in axes}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # Hashed often: by identity.
-class Weight:
-  """A weight, or the stacked weights of all repeats of a layer.
-
-  Attributes:
-    dims: Names of its dims, keys of `mesh.RULES`.
-    shape: Their sizes.
-    layers: The number of repeats stacked in it; 0: outside of the stack, -1: of a single layer.
-    inputs, outputs, share: See `module.Matmul`; 0 if it has none.
-    flops: Forward FLOPs per token over all its layers.
-    held: Bytes per number in storage.
-    computed: Bytes per number in the compute dtype.
-    trained: Whether the optimizer trains it.
-    operands: The format of the operands of its matmuls, "fp8" or "int8"; None: the compute dtype.
-    role: The role by which remat policies save its output; empty: none.
-  """
-
-  dims: tuple[str, ...]
-  shape: tuple[int, ...]
-  layers: int = 0
-  inputs: int = 0
-  outputs: int = 0
-  share: float = 0.0
-  flops: float = 0.0
-  held: float = 4
-  computed: int = 2
-  trained: bool = True
-  operands: str | None = None
-  role: str = ""
-
-  @property
-  def size(self) -> int:
-    """Its number of elements."""
-    return math.prod(self.shape)
-
-  @property
-  def is_last(self) -> bool:
-    """Whether its output only goes into a residual sum, so that remat need not recompute it."""
-    return self.role == "down"
-
-  @property
-  def splits_outputs(self) -> bool:
-    """Whether `tensor` splits the outputs of its matmul, and not the inputs."""
-    # A last dim that tensor shards, "head" after "heads", or the vocabulary of a tied embedding.
-    return self.dims[-1] in (*_TENSOR_DIMS, "head") or self.dims[0] == "vocab"
-
-  @property
-  def is_routed(self) -> bool:
-    """Whether it is a matrix of routed experts."""
-    return bool(self.share) and "experts" in self.dims and self.dims[-1] != "experts"
-
-  def axes(self, sizes: Mapping[str, int]) -> set[str]:
-    """Returns the axes that shard it on a mesh with these axis `sizes`."""
-    return _axes(self, tuple(sizes.items()))
-
-  def per_device(self, sizes: Mapping[str, int], *without: str) -> int:
-    """Returns its number of elements per device, all-gathered over the axes `without`."""
-    return _per_device(self, tuple(sizes.items()), without)
 
 
 class Span(NamedTuple):
@@ -122,20 +58,6 @@ class Recurrence(NamedTuple):
   chunk: int = 0
   states: float = 0.0
   numbers: float = 0.0
-
-
-_Sizes = tuple[tuple[str, int], ...]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _axes(weight: Weight, sizes: _Sizes) -> set[str]:
-  return mesh.axes_of(mesh.partition(weight.dims, weight.shape, dict(sizes)))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _per_device(weight: Weight, sizes: _Sizes, without: tuple[str, ...]) -> int:
-  axes = _axes(weight, sizes).difference(without)
-  return weight.size // math.prod(size for axis, size in sizes if axis in axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -300,7 +222,7 @@ def of_definition(
   first = moes[0] if moes else None
   placed = isinstance(getattr(first, "dispatch", None), Capacity)
   return ModelSizes(
-    weights=_weights(definition),
+    weights=weights.of_definition(definition),
     num_layers=num_layers,
     repeats=layout.repeats if layout.scanned else 0,
     dim=decoder.embedding.table.get_value().shape[-1],
@@ -323,7 +245,7 @@ def of_definition(
     over_data=optimizer.over_data,
     optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
-    reference=() if reference is None else _weights(reference),
+    reference=() if reference is None else weights.of_definition(reference),
     fused_attention="xla" not in decoder.kernels(Place(device), seq_len=seq_len),
     splits_sequences=over_context <= {*split, "sparse"},
     whole_sequences=kernels.isdisjoint(split.values()),
@@ -346,10 +268,8 @@ def _span(module: Attention | LatentAttention, seq_len: int) -> Span:
   """Returns that of one layer."""
   if isinstance(module, SparseLatentAttention) and seq_len > (top_k := module.indexer.top_k):
     # Its queries and values have the width of what is gathered, and the indexer scores all pairs.
-    width, pairs = (
-      module.rank + module.rope_dim,
-      module.num_heads * top_k * (1 - top_k / seq_len / 2),
-    )
+    width = module.rank + module.rope_dim
+    pairs = module.num_heads * top_k * (1 - top_k / seq_len / 2)
     computed = 2 * pairs * (width + module.rank) + module.selection_flops(seq_len)[1]
     pairs += module.indexer.num_heads * seq_len / 2
     return Span(top_k, pairs, computed, width + module.indexer.head_dim)
@@ -363,34 +283,6 @@ def _keys(module: Attention | LatentAttention) -> int:
   if isinstance(module, LatentAttention):
     return module.num_heads * (module.head_dim + module.rope_dim + module.value_dim)
   return 2 * module.num_kv_heads * module.head_dim
-
-
-def _weights(definition: Definition) -> tuple[Weight, ...]:
-  layout = layout_of(definition.module)
-  return tuple(_weight(n, spec, layout.locate(n)) for n, spec in definition.weights.items())
-
-
-def _weight(name: str, spec: WeightSpec, location: Location | None) -> Weight:
-  matmul = spec.matmul or Matmul(inputs=0, outputs=0, share=0.0)
-  layers = -1 if name.startswith(MTP) else 0
-  if location is not None:
-    layers = len(location.layers) if location.stacked else -1
-  held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
-  nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
-  return Weight(
-    dims=spec.dims,
-    shape=spec.shape,
-    layers=layers,
-    inputs=matmul.inputs,
-    outputs=matmul.outputs,
-    share=matmul.share,
-    flops=spec.flops,
-    held=nbytes / math.prod(spec.shape),
-    computed=jnp.dtype(spec.compute_dtype).itemsize,
-    trained=spec.trained,
-    operands=matmul.operands,
-    role=matmul.role,
-  )
 
 
 def _moments(definition: Definition, optimizer: Optimizer) -> float:

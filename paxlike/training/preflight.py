@@ -10,14 +10,19 @@ from typing import Any
 from etils import epath
 
 from paxlike import file_io
+from paxlike.checkpoints.teacher import Teacher
 from paxlike.data.prepared import PreparedRows
-from paxlike.data.tokenizers.tokenizer import ByteTokenizer
+from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from paxlike.devices import mesh
 from paxlike.errors import UserError
 from paxlike.training import decode_mode, memory_check, pipeline_loss, ramp, requirements
 from paxlike.training.objectives import Gkd, NextToken, OnPolicyGkd
 from paxlike.training.reinforcement import preflight as rollout_checks
 
+# Tokenizers that split it alike are the same.
+_PROBE = "The quick brown fox jumps over 1,234.56 lazy dogs;\n  na\u00efve \u4e2d\u6587 f(x**2)"
 _MOST_BYTES = 200  # Limit of an eval set's name; file names are limited to 255.
 
 
@@ -87,13 +92,7 @@ def _check_teacher(trainer: Any, objective: Gkd):
   data, teacher = trainer.train_data, objective.teacher
   before = data.teacher if isinstance(data, PreparedRows) else None
   if teacher is not None:
-    teacher.check(trainer.model, data.seq_len)
-    try:
-      requirements.check(teacher.model, list(trainer.devices.devices.flat))
-    except UserError as error:
-      raise UserError(f"TEACHER={teacher.path}: {error}") from error
-    folder = file_io.absolute(teacher.path)
-    _check_tokenizer(trainer, folder, f"TEACHER={teacher.path}", training=True)
+    check_teacher(trainer, teacher)
     return
   if is_on_policy:
     raise UserError("TEACHER is not set: it is the folder of a run or of a converted model.")
@@ -107,6 +106,34 @@ def _check_teacher(trainer: Any, objective: Gkd):
       f"DISTILLATION_TEMPERATURE={objective.temperature}, but the predictions in"
       f" DATA_PATH were made at {before['temperature']}."
     )
+
+
+def check_teacher(trainer: Any, teacher: Teacher):
+  """Checks that a trainer's model can learn from a teacher; reads no array.
+
+  Raises:
+    UserError: It cannot.
+  """
+  named, data = f"TEACHER={teacher.path}", trainer.train_data
+  folder = file_io.absolute(teacher.path)
+  _check_tokenizer(trainer, folder, named, training=True)
+  same = _has_tokenizer(folder, data.tokenizer)
+  teacher.check(trainer.model, data.seq_len, same_tokenizer=same)
+  try:
+    requirements.check(teacher.model, list(trainer.devices.devices.flat))
+  except UserError as error:
+    raise UserError(f"{named}: {error}") from error
+
+
+def _has_tokenizer(folder: epath.Path, tokenizer: Tokenizer | None) -> bool:
+  """Whether a run or converted model has this tokenizer: as many ids, and the same for a text."""
+  found = _tokenizer_of(folder)
+  if found is None or tokenizer is None:
+    return False
+  kind, path = found
+  other = (HuggingFaceTokenizer if kind == "huggingface" else SentencePieceTokenizer)(path)
+  ids, expected = (list(one.encode(_PROBE)) for one in (other, tokenizer))
+  return other.vocab_size == tokenizer.vocab_size and ids == expected
 
 
 def _check_tokenizer(trainer: Any, folder: epath.Path, named: str, *, training: bool):

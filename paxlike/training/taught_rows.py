@@ -17,7 +17,7 @@ from paxlike.errors import UserError
 from paxlike.layers.attention.auto import Place
 from paxlike.layers.decoder import Batch, context_of
 from paxlike.layers.module import Params
-from paxlike.training import requirements
+from paxlike.training import preflight
 from paxlike.training.objectives import Gkd, OnPolicyGkd
 
 if TYPE_CHECKING:
@@ -44,15 +44,13 @@ class TaughtRows(RowDataset):
     if isinstance(objective, OnPolicyGkd):
       raise UserError("--teacher_top_k is for texts, and OnPolicyDistillation has prompts only.")
     assert isinstance(rows, RowDataset)
-    teacher.check(trainer.model, rows.seq_len)
-    requirements.check(teacher.model, list(devices.devices.flat))
-    if not 1 <= top_k <= trainer.model.vocab_size:
-      raise UserError(
-        f"--teacher_top_k={top_k} must be from 1 to the vocabulary's {trainer.model.vocab_size}."
-      )
+    preflight.check_teacher(trainer, teacher)
+    most = min(trainer.model.vocab_size, teacher.model.vocab_size)
+    if not 1 <= top_k <= most:
+      raise UserError(f"--teacher_top_k={top_k} must be from 1 to the vocabulary's {most}.")
     self.seq_len, self.packed, self.segment_names = rows.seq_len, rows.packed, rows.segment_names
     self._rows, self._devices, self._objective, self._top_k = rows, devices, objective, top_k
-    self._definition = teacher.definition
+    self._definition, self._vocab_size = teacher.definition, most
     self._placer = BatchPlacer(
       devices,
       batch_size=trainer.batch_size // trainer.accumulation_steps,
@@ -99,9 +97,8 @@ class TaughtRows(RowDataset):
   def _predict(self) -> Any:
     def chosen(logits_BTV: jax.Array, arrays: Any) -> tuple[jax.Array, jax.Array]:
       del arrays
-      values_BTK, ids_BTK = jax.lax.top_k(
-        self._objective.log_probabilities(logits_BTV), self._top_k
-      )
+      logs_BTV = self._objective.log_probabilities(logits_BTV[..., : self._vocab_size])
+      values_BTK, ids_BTK = jax.lax.top_k(logs_BTV, self._top_k)
       return ids_BTK, values_BTK
 
     def predict(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

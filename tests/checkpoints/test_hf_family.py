@@ -3,7 +3,7 @@
 
 import pytest
 
-from paxlike.checkpoints.hf_layers import HfLayers
+from paxlike.checkpoints.hf_layers import LayerKinds
 from paxlike.errors import UserError
 from paxlike.experiments.deepseek import DeepSeek
 from paxlike.experiments.deepseek_v32 import DeepSeekSparse
@@ -66,7 +66,7 @@ def read(experiment, **changed):
   }
   fixed = {k: v[0] if isinstance(v, tuple) else v for k, v in family.fixed.items()}
   config = {k: v for k, v in given.items() if k in family.knobs} | fixed
-  if type(family.layers) is HfLayers:
+  if type(family.layers) is LayerKinds:
     config["layer_types"] = ["mamba", "attention"]
   config |= changed
   return family.read({key: value for key, value in config.items() if value is not ...})
@@ -79,6 +79,7 @@ def read(experiment, **changed):
     (Llama, {"hidden_act": "swish"}, "ROPE_FACTOR", None),
     (Gpt, {"activation_function": "gelu_pytorch_tanh"}, "HIDDEN_DIMS", 8),
     (Gemma3, {"hidden_activation": "gelu_new"}, "WINDOW", 4096),
+    (Gemma3, {"attn_logit_softcapping": ...}, "WINDOW", 4096),
     # Null is not absent.
     (Mistral, {}, "WINDOW", 4096),
     (Mistral, {"sliding_window": None}, "WINDOW", None),
@@ -209,6 +210,14 @@ def test_what_would_be_another_model_is_refused(experiment, changed, reason):
   with pytest.raises(UserError) as refusal:
     read(experiment, **changed)
   assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("experiment", FAMILIES)
+def test_the_templates_of_rules_are_names_of_tensors(experiment):
+  """Not of weights, and not empty."""
+  for rule in experiment.hugging_face().rules.values():
+    assert all(rule.templates)
+    assert not any(name.startswith("stack.") for name in rule.templates)
 
 
 @pytest.mark.parametrize("experiment", FAMILIES)

@@ -9,7 +9,6 @@ import enum
 import functools
 import importlib
 import inspect
-import json
 import os
 import pkgutil
 import typing
@@ -83,7 +82,7 @@ def listed() -> frozenset[str]:
 
 
 def named(graph: Any) -> set[str]:
-  return set(graph_file._names(json.loads(graph_file.dump(graph))))
+  return graph_file.names(graph_file.dump(graph))
 
 
 def comes_back(graph: Any) -> bool:

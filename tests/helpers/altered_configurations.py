@@ -108,6 +108,7 @@ def conversion(folder: pathlib.Path) -> np.ndarray:
   from paxlike.convert.importing import Source
 
   source = Source.hugging_face(folder)
+  source._check_copies()
   params = {
     name.removeprefix("params."): np.asarray(value, np.float32) for name, value in source._weights()
   }

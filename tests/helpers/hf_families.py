@@ -35,6 +35,13 @@ LONGROPE = {
   "long_factor": [1.5, 2.0, 4.0],
   "rope_theta": 10_000.0,
 }
+GEMMA4_LARGE = {
+  "sliding_window": 6,
+  "global_head_dim": 32,
+  "num_global_key_value_heads": 1,
+  "attention_k_eq_v": True,
+  "hidden_size_per_layer_input": 0,
+}
 GRANITE = {
   "embedding_multiplier": 3.0,
   "residual_multiplier": 0.5,
@@ -67,13 +74,16 @@ QWEN_LINEAR = {
   "linear_num_key_heads": 2,
   "linear_num_value_heads": 4,
 }
-QWEN_EXPERTS = {
-  "num_experts": 6,
-  "num_experts_per_tok": 3,
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+QWEN_ALL_EXPERTS = {**QWEN_EXPERTS, "shared_expert_intermediate_size": 20}
+DEEPSEEK_EXPERTS = {
   "moe_intermediate_size": 24,
-  "shared_expert_intermediate_size": 20,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 3,
+  "num_mtp_layers": 0,
 }
 DEEPSEEK = {
+  **DEEPSEEK_EXPERTS,
   "first_k_dense_replace": 1,
   "qk_nope_head_dim": 16,
   "head_dim": 8,  # transformers derives its rotary waves from it.
@@ -82,12 +92,8 @@ DEEPSEEK = {
   "v_head_dim": 16,
   "kv_lora_rank": 20,
   "q_lora_rank": 24,
-  "moe_intermediate_size": 24,
-  "n_routed_experts": 8,
-  "num_experts_per_tok": 3,
   "n_group": 1,
   "topk_group": 1,
-  "num_mtp_layers": 0,
 }
 # The tower of a model with images, of which the text is taken.
 VISION = {
@@ -142,15 +148,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "gemma4": (
     "Gemma4TextConfig",
-    {
-      "sliding_window": 6,
-      "num_hidden_layers": 8,
-      "global_head_dim": 32,
-      "num_global_key_value_heads": 1,
-      "attention_k_eq_v": True,
-      "hidden_size_per_layer_input": 0,
-      "final_logit_softcapping": 30.0,
-    },
+    {**GEMMA4_LARGE, "num_hidden_layers": 8, "final_logit_softcapping": 30.0},
   ),
   "gemma4_unified": (
     "Gemma4UnifiedTextConfig",
@@ -159,12 +157,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   "gemma4_moe": (
     "Gemma4TextConfig",
     {
-      "sliding_window": 6,
+      **GEMMA4_LARGE,
       "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-      "global_head_dim": 32,
-      "num_global_key_value_heads": 1,
-      "attention_k_eq_v": True,
-      "hidden_size_per_layer_input": 0,
       "enable_moe_block": True,
       "num_experts": 6,
       "top_k_experts": 3,
@@ -219,15 +213,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5}),
   "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-  "qwen3_moe": (
-    "Qwen3MoeConfig",
-    {
-      "num_experts": 6,
-      "num_experts_per_tok": 3,
-      "moe_intermediate_size": 24,
-      "norm_topk_prob": True,
-    },
-  ),
+  "qwen3_moe": ("Qwen3MoeConfig", {**QWEN_EXPERTS, "norm_topk_prob": True}),
   "deepseek_v3": (
     "DeepseekV3Config",
     {
@@ -274,24 +260,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   "glm4_moe": (
     "Glm4MoeConfig",
     {
+      **DEEPSEEK_EXPERTS,
       "attention_bias": True,
       "use_qk_norm": True,
-      "moe_intermediate_size": 24,
-      "n_routed_experts": 8,
-      "num_experts_per_tok": 3,
       "routed_scaling_factor": 2.5,
-      "num_mtp_layers": 0,
     },
   ),
   "glm4_moe_without_norms": (
     "Glm4MoeConfig",
     {
-      "moe_intermediate_size": 24,
-      "n_routed_experts": 8,
-      "num_experts_per_tok": 3,
+      **DEEPSEEK_EXPERTS,
       "n_group": 4,
       "topk_group": 2,
-      "num_mtp_layers": 0,
       "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
     },
   ),
@@ -405,9 +385,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
       "tie_word_embeddings": True,
     },
   ),
-  "qwen3_next": ("Qwen3NextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
+  "qwen3_next": ("Qwen3NextConfig", {**QWEN_LINEAR, **QWEN_ALL_EXPERTS}),
   "qwen3_5": ("Qwen3_5TextConfig", {**QWEN_LINEAR, "tie_word_embeddings": True}),
-  "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_LINEAR, **QWEN_EXPERTS}),
+  "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**QWEN_LINEAR, **QWEN_ALL_EXPERTS}),
   "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
   "qwen3_with_biases": ("Qwen3Config", {"attention_bias": True, "rope_parameters": YARN}),
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from helpers import hf_models, steps, tiny_model
+from helpers import damaged_files, hf_models, steps, tiny_model
 from helpers.program import curve, run
 from helpers.sources import REPOSITORY
 
@@ -26,7 +26,7 @@ from paxlike.training.objectives import Gkd, distillation
 from paxlike.training.reinforcement.rollout_training import RolloutTraining
 from paxlike.training.train_step import make_train_step
 
-COUNT, SIZE, VOCAB = 8, 16, 60
+COUNT, SIZE, VOCAB, PADDED = 8, 16, 60, 64
 LOSSES = [
   Gkd(beta=0.0, cross_entropy=0.5),
   Gkd(beta=1.0, temperature=2.0),
@@ -36,13 +36,16 @@ LOSSES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-  """A student and a teacher of another family: in transformers, and their converted folders."""
+  """A student and a teacher of another family: in transformers, and their converted folders.
+
+  The teacher has more ids, as if its vocabulary were padded further.
+  """
   folder, made = tmp_path_factory.mktemp("models"), {}
   for seed, (role, family, more) in enumerate(
-    (("student", "llama", {"num_hidden_layers": 1}), ("teacher", "qwen3", {}))
+    (("student", "llama", {"num_hidden_layers": 1}), ("teacher", "qwen3", {"vocab_size": PADDED}))
   ):
     source, to = folder / f"{role}_source", folder / role
-    model = hf_models.save_random(family, source, seed=seed, vocab_size=VOCAB, **more)
+    model = hf_models.save_random(family, source, seed=seed, **{"vocab_size": VOCAB, **more})
     hf_models.converted(source, to)
     graph = graph_file.read(to / "config.json")
     fiddlers.precision(graph, "float32")
@@ -72,7 +75,7 @@ def of_trl(models, objective, batch):
   student.zero_grad()
   logits = student(inputs).logits
   with torch.no_grad():
-    of_teacher = teacher(inputs).logits
+    of_teacher = teacher(inputs).logits[..., :VOCAB]
   loss = GKDTrainer.generalized_jsd_loss(
     logits, of_teacher, labels, beta=objective.beta, temperature=objective.temperature
   )
@@ -241,6 +244,26 @@ def test_a_student_gets_nearer_to_its_teacher_and_resumes_exactly(task, capsys):
     assert go("Student", "other", *own, *flags) == 2
     assert says in capsys.readouterr().err
   assert not (folder / "other").exists()
+
+
+@pytest.mark.slow
+def test_vocabularies_may_be_padded_to_other_sizes_if_tokenizers_are_the_same(
+  task, models, text, capsys
+):
+  folder, go = task
+  teacher = models["teacher"][1]
+  damaged_files.write_tokenizer(teacher)
+  damaged_files.write_sentencepiece(folder / "other_tokenizer")
+  own = (f"--fdl.TEACHER={teacher}", f"--fdl.VOCAB_SIZE={VOCAB}", "--fdl.MAX_STEPS=2")
+  same = ("--fdl.TOKENIZER=huggingface", f"--fdl.VOCAB_PATH={teacher / 'tokenizer.json'}")
+  assert go("Student", "padded", *own, *same) == 0
+  given = ("--fdl_config=distillation_task.Student", f"--fdl.DATA_PATH={text}", *own, *same)
+  assert prepare(*given, f"--teacher_top_k={PADDED}", f"--to={folder / 'x'}") == 2
+  assert f"must be from 1 to the vocabulary's {VOCAB}" in capsys.readouterr().err
+  path = folder / "other_tokenizer" / "tokenizer.model"
+  other = ("--fdl.TOKENIZER=sentencepiece", f"--fdl.VOCAB_PATH={path}")
+  assert go("Student", "refused", *own, *other) == 2
+  assert "a converted model with the tokenizer of the data" in capsys.readouterr().err
 
 
 def prepare(*flags):

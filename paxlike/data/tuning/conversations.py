@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data import token_index
 from paxlike.data.chat import openai_messages, templates
@@ -47,35 +46,6 @@ class Conversations(TemplatedRecords, Corpus):
   fields: Sequence[str] = (
     "messages", "prompt", "completion", "instruction", "input", "output",
   )  # fmt: skip
-
-  def __init__(
-    self,
-    *,
-    path: ranges.Path | None,
-    tokenizer: Tokenizer,
-    vocab_size: ranges.Size,
-    template: str = "plain",
-    vocab_path: ranges.Path | None = None,
-    knob: str = "DATA_PATH",
-  ):
-    """Reads nothing yet.
-
-    Args:
-      path: A file, a folder (searched with its sub-folders) or a glob; for formats see `records`.
-      tokenizer: The tokenizer.
-      vocab_size: The model's vocabulary size.
-      template: Name of a chat template; see `templates.template`.
-      vocab_path: The tokenizer's file; its own template is in the same folder.
-      knob: The knob that errors name.
-    """
-    super().__init__(
-      path=path,
-      tokenizer=tokenizer,
-      vocab_size=vocab_size,
-      template=template,
-      vocab_path=vocab_path,
-      knob=knob,
-    )
 
   def check(self):
     _ = self._files.stamps(), self._template

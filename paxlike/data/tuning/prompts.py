@@ -15,7 +15,6 @@ from paxlike.config.configurable import configurable
 from paxlike.data.chat import openai_messages, templates
 from paxlike.data.dataset import Arrays, RowDataset, epoch_random
 from paxlike.data.text.records import Placed
-from paxlike.data.tokenizers.tokenizer import Tokenizer
 from paxlike.data.tuning.templated_records import TemplatedRecords
 from paxlike.errors import UserError
 
@@ -36,43 +35,26 @@ class Prompts(TemplatedRecords, RowDataset):
   def __init__(
     self,
     *,
-    path: ranges.Path | None,
     field: ranges.Name,
-    tokenizer: Tokenizer,
-    vocab_size: ranges.Size,
     seq_len: ranges.Size,
     max_tokens: ranges.Size,
-    template: str = "plain",
-    vocab_path: ranges.Path | None = None,
     system: str | None = None,
     seed: ranges.NonNegative = 0,
     shuffle: bool = True,
-    knob: str = "DATA_PATH",
+    **others: Any,
   ):
     """Reads nothing yet.
 
     Args:
-      path: A file, a folder (searched with its sub-folders) or a glob; for formats see `records`.
       field: The field of a record that has the prompt.
-      tokenizer: The tokenizer.
-      vocab_size: The model's vocabulary size.
       seq_len: T, of the sequences that prompts with their answers are packed into.
       max_tokens: P; longer prompts are left out.
-      template: Name of a chat template; see `templates.template`.
-      vocab_path: The tokenizer's file; its own template is in the same folder.
       system: Content of a system message before each prompt; None: none.
       seed: Seed of the shuffle.
       shuffle: Whether to reshuffle in every epoch.
-      knob: The knob that errors name.
+      **others: See `TemplatedRecords`.
     """
-    super().__init__(
-      path=path,
-      tokenizer=tokenizer,
-      vocab_size=vocab_size,
-      template=template,
-      vocab_path=vocab_path,
-      knob=knob,
-    )
+    super().__init__(**others)
     self.seq_len = seq_len
     self.field = field
     self.max_tokens = max_tokens

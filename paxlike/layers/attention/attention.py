@@ -143,7 +143,7 @@ class Attention(module.Module):
     return self.project(y_BTNH, x_BTD, context), cache, add(aux, self.shared(keys_values))
 
   def shared(self, keys_values: KeysValues) -> Aux:
-    """Returns the keys and values that later layers attend to, too: none, but see `KvSource`."""
+    """Returns those of its keys and values that later layers attend to: none; see `KvSource`."""
     del keys_values
     return none()
 

@@ -17,13 +17,11 @@ from jax.sharding import PartitionSpec
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
-from paxlike.layers.attention import kernels, max_logit
+from paxlike.layers.attention import max_logit
 from paxlike.layers.attention.cache import IndexedLatentCache, positions_in
 from paxlike.layers.attention.chunked import over_queries
 from paxlike.layers.attention.indexer import Indexer, IndexQueries, weighted
 from paxlike.layers.attention.latent_attention import LatentAttention, Latents, Queries
-from paxlike.layers.attention.qk_clip import QkClip
-from paxlike.layers.attention.rope import Rope
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
@@ -49,49 +47,18 @@ class SparseLatentAttention(LatentAttention):
     self,
     dim: ranges.Size,
     *,
-    num_heads: ranges.Size,
-    head_dim: ranges.Size,
-    rope_dim: ranges.Size,
-    value_dim: ranges.Size,
-    rank: ranges.Size,
     query_rank: ranges.Size,
     query_down: Callable[..., Linear],
-    query: Callable[..., Linear],
-    latent: Callable[..., Linear],
-    key_value: Callable[..., Linear],
-    output: Callable[..., Linear],
-    norm: Callable[..., Any],
-    rope: Callable[[int], Rope],
     indexer: Callable[[int, int, int], Indexer],
     loss_weight: ranges.Weight = 1.0,
-    scale: ranges.Finite | None = None,
-    qk_clip: Callable[..., QkClip] | None = None,
-    kernel: kernels.Kernel = kernels.xla,
+    **others: Any,
   ):
     """`indexer` is called with D, `query_rank` and `rope_dim`; `loss_weight` is that of its loss.
 
     See `LatentAttention` for the other arguments.
     """
-    super().__init__(
-      dim,
-      num_heads=num_heads,
-      head_dim=head_dim,
-      rope_dim=rope_dim,
-      value_dim=value_dim,
-      rank=rank,
-      query_rank=query_rank,
-      query_down=query_down,
-      query=query,
-      latent=latent,
-      key_value=key_value,
-      output=output,
-      norm=norm,
-      rope=rope,
-      scale=scale,
-      qk_clip=qk_clip,
-      kernel=kernel,
-    )
-    self.indexer = indexer(dim, query_rank, rope_dim)
+    super().__init__(dim, query_rank=query_rank, query_down=query_down, **others)
+    self.indexer = indexer(dim, query_rank, self.rope_dim)
     self.loss_weight = loss_weight
 
   def __call__(

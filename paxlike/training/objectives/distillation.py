@@ -30,7 +30,8 @@ class Gkd(Objective):
   The loss of a token is the generalized Jensen-Shannon divergence of the teacher's distribution P
   and the student's Q, in nats: with M = beta P + (1 - beta) Q it is
   beta KL(P || M) + (1 - beta) KL(Q || M), for beta 0 the forward KL(P || Q), for beta 1 the reverse
-  KL(Q || P). It is a mean over tokens weighted by `weights`.
+  KL(Q || P). It is a mean over tokens weighted by `weights`. If vocabularies are padded to
+  different sizes, P and Q are over the ids that both have.
 
   Without a teacher, a batch has `TOP_K`, the teacher's most probable tokens. All other tokens are
   then one event, whose probability is the rest of both distributions.
@@ -62,18 +63,19 @@ class Gkd(Objective):
   ) -> tuple[jax.Array, Aux]:
     x_BTD, _, aux = model.hidden(batch["inputs"], context_of(batch, dropout))
     if reference is None:
-      predictions, project = tuple(batch[name] for name in TOP_K), None
+      predictions, project, size = tuple(batch[name] for name in TOP_K), None, model.vocab_size
     else:
       y_BTD, _, _ = reference.hidden(batch["inputs"], context_of(batch))
       predictions, project = jax.lax.stop_gradient(y_BTD), reference.projection()
+      size = min(model.vocab_size, reference.vocab_size)
 
     def loss(logits_BTV: jax.Array, arrays: Any) -> jax.Array:
       predictions, targets_BT, weights_BT = arrays
-      student_BTV = self.log_probabilities(logits_BTV)
+      student_BTV = self.log_probabilities(logits_BTV[..., :size])
       if project is None:
         pair = on_top_k(student_BTV, *predictions)
       else:
-        pair = student_BTV, self.log_probabilities(project(predictions))
+        pair = student_BTV, self.log_probabilities(project(predictions)[..., :size])
       loss_BT = divergence(*pair, beta=self.beta)
       if self.cross_entropy:
         given = {"z_loss": model.z_loss, "smoothing": model.label_smoothing}

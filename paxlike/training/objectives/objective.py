@@ -45,7 +45,7 @@ class Objective(abc.ABC):
 
 
 def shares_base(definition: Definition) -> bool:
-  """Whether the base model can serve as the reference: what is trained is LoRA or a value head."""
+  """Returns whether the base model can be the reference: only LoRA or a value head is trained."""
   trained = definition.optimized(definition.weights)
   return all(re.search(f"{lora.WEIGHTS}|{VALUE_HEAD}", name) for name in trained)
 

@@ -20,7 +20,7 @@ Sums = dict[str, jax.Array]
 
 
 class TokenScores(NamedTuple):
-  """What a model says of the targets of a batch, [B, T].
+  """A model's outputs for the targets of a batch, [B, T].
 
   Log-probabilities and values are differentiated.
 
@@ -29,7 +29,7 @@ class TokenScores(NamedTuple):
     entropies_BT: float32, of these distributions, in nats.
     drawn_BT: int32, the tokens that sampling with `seeds` draws from them; equal to the targets if
       the batch was sampled from this model. None if the batch has no seeds.
-    values_BT: float32, the value of what is before each target. None if the model has no value
+    values_BT: float32, the value of the tokens before each target. None if the model has no value
       head.
   """
 
@@ -45,7 +45,7 @@ class TokenScores(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """What a loss is a function of, and its derivative by that; see `TokenScores`."""
+  """What a loss is a function of, or the derivatives of the loss by these; see `TokenScores`."""
 
   log_probabilities_BT: jax.Array
   values_BT: jax.Array | None
