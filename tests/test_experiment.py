@@ -33,6 +33,7 @@ CONDITIONS = {
   "GAE_": {"ADVANTAGES": "gae"},
   "KL_IN": {"KL_BETA": 0.1},
   "EVAL_PROMPTS": {"EVAL_DATA_PATH": "x.jsonl"},
+  "REWARD_MODEL_": {"REWARD_MODEL": "run"},
   "VOCAB_PATH": {"TOKENIZER": "sentencepiece", "VOCAB_PATH": "x.model"},
   "MOE_DISPATCH": {"MOE_DISPATCH": "capacity"},
   "CHECKPOINT_RESTORE_PATH": {"CHECKPOINT_RESTORE_PATH": "run"},

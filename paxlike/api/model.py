@@ -268,9 +268,16 @@ class Model:
 
   @functools.cached_property
   def _reward_scorer(self) -> Any:
-    from paxlike.training.reward_scoring import RewardScorer
+    from paxlike.training.reinforcement.reward_scoring import RewardScorer
 
-    return RewardScorer(self._decoder)
+    trainer = self._decoder
+    return RewardScorer(
+      trainer.definition,
+      trainer.data,
+      trainer.devices,
+      batch_size=trainer.devices.size,
+      compiler_options=trainer.execution.compiler_options,
+    )
 
   @functools.cached_property
   def _forward(self) -> Any:

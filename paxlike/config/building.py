@@ -31,6 +31,11 @@ def build(graph: Any, *, source: str = "the graph") -> Any:
     raise plain(error) from error.__cause__
 
 
+def part(value: Any, *, source: str) -> Any:
+  """Returns what `build` returns of a graph; an argument that is none, as it is."""
+  return build(value, source=source) if isinstance(value, fdl.Buildable) else value
+
+
 def check_kind(graph: Any, kind: type, *, source: str):
   """Raises a UserError that names `source` unless `graph` builds a `kind`."""
   expected = graph_types.misfit(kind, graph)

@@ -25,7 +25,7 @@ __all__ = [
   "names",
   "read",
   "read_data",
-  "read_model",
+  "read_parts",
   "set_path",
   "values",
 ]
@@ -61,10 +61,10 @@ def read(path: epath.PathLike, *, allow_modules: Iterable[str] = ()) -> Any:
     return graph
 
 
-def read_model(path: epath.PathLike) -> Any:
-  """Returns the graph of the model in the graph of a run, which may use paxlike's symbols only.
+def read_parts(path: epath.PathLike, names: Iterable[str] = ("model",)) -> dict[str, Any]:
+  """Returns arguments in the graph of a run, by name, which may use paxlike's symbols only.
 
-  The other parts of the graph, such as the data, are neither checked nor built.
+  The model is among them. The other parts of the graph are neither checked nor built.
 
   Raises:
     UserError: As in `load`.
@@ -73,11 +73,14 @@ def read_model(path: epath.PathLike) -> Any:
   with _named_in_errors(path):
     saved = _parsed(text)
     try:
-      node = saved["graph"]["arguments"]["model"]
+      arguments = saved["graph"]["arguments"]
+      nodes = {name: arguments[name] for name in arguments if name in {"model", *names}}
+      nodes["model"]
     except (KeyError, TypeError):
       raise UserError("it is not the graph of a run: it has no model.") from None
-    allowed_symbols.check_all(graph_json.names(node))
-    return graph_json.load(node, allow_modules=())
+    allowed_symbols.check_all(graph_json.names(nodes))
+    # Loaded together, since they may share values.
+    return graph_json.load({"dict": [*map(list, nodes.items())]}, allow_modules=())
 
 
 def load(text: str, *, allow_modules: Iterable[str] = ()) -> Any:

@@ -19,6 +19,7 @@ from paxlike.rewards import REWARDS, pool
 from paxlike.training.evaluation import EvalSet
 from paxlike.training.objectives import Grpo, Ppo
 from paxlike.training.reinforcement import advantages
+from paxlike.training.reinforcement.model_reward import ModelReward
 from paxlike.training.reinforcement.reward_set import RewardSet
 from paxlike.training.reinforcement.rollouts import Rollouts
 from paxlike.training.reinforcement.values import Gae
@@ -33,15 +34,18 @@ Split = Literal["train", "validation"]
 
 
 class Reinforcement(Experiment):
-  """Reinforcement learning on prompts (GRPO, PPO), with rewards as Python functions.
+  """Reinforcement learning on prompts (GRPO, PPO), rewarded by Python functions or a model.
 
   PERCORE_BATCH_SIZE sequences per device are a microbatch, into which prompts with their answers
   are packed; a step has as many as it needs. A subclass has `prompts`; see `PromptFiles`.
   """
 
   #: Reward of an answer: MODULE.FUNCTION, or exact_answer, math_answer, python_tests, answer_tags
-  #: or overlong of paxlike.rewards.
-  REWARD: ranges.Name = UNSET
+  #: or overlong of paxlike.rewards. None: REWARD_MODEL's alone.
+  REWARD: ranges.Name | None = None
+  #: Folder of the run of a reward model, whose reward of an answer is added. None: there is none.
+  REWARD_MODEL: ranges.Path | None = None
+  REWARD_MODEL_STEP: ranges.NonNegative | None = None  #: Its checkpoint. None: the newest.
   REWARD_SECONDS: ranges.Interval = 10.0  #: Time limit of one reward; after it, the reward is 0.
   REWARD_WORKERS: ranges.Size = 4  #: Processes on each host that compute rewards.
   PROMPTS_PER_STEP: ranges.Size = UNSET  #: Prompts of a step.
@@ -137,6 +141,7 @@ class Reinforcement(Experiment):
     return fdl.copy_with(
       self.answers(),
       reward=self.reward(),
+      reward_model=self.reward_model(),
       most_prompts=self.MAX_PROMPTS_PER_STEP,
       num_updates=self.UPDATES_PER_STEP,
       behind=self.ROLLOUTS_BEHIND,
@@ -160,8 +165,18 @@ class Reinforcement(Experiment):
     )
 
   def reward(self) -> Any:
-    """Returns the reward: the graph of an object, or a function that worker processes import."""
+    """Returns the reward: the graph of an object, or a function that worker processes import.
+
+    None: there is only a reward model.
+    """
     name = self.REWARD
+    if name is None:
+      if self.REWARD_MODEL is None:
+        raise UserError(
+          "REWARD is not set: it is MODULE.FUNCTION, or one of"
+          f" {', '.join(REWARDS)}. Or set REWARD_MODEL."
+        )
+      return None
     if name in REWARDS:
       return fdl.Config(REWARDS[name])
     setting = self.settings().get("REWARD")
@@ -171,6 +186,12 @@ class Reinforcement(Experiment):
         " (--fdl_config) and set REWARD as the run was started with."
       )
     return pool.find(name)
+
+  def reward_model(self) -> fdl.Config[ModelReward] | None:
+    """Returns the reward model; None: there is none."""
+    if self.REWARD_MODEL is None:
+      return None
+    return fdl.Config(ModelReward, path=self.REWARD_MODEL, step=self.REWARD_MODEL_STEP)
 
   def prompts(self, split: Split) -> fdl.Config[Prompts] | None:
     """Returns the prompts of a split; None if it has none."""
@@ -186,6 +207,7 @@ class Reinforcement(Experiment):
       RewardSet,
       dataset=prompts,
       reward=self.reward(),
+      reward_model=self.reward_model(),
       max_new_tokens=self.MAX_NEW_TOKENS,
       num_prompts=self.EVAL_PROMPTS,
       num_slots=self.DECODE_SLOTS,

@@ -69,7 +69,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     model = model.in_stages(how.pipeline.stages, how.pipeline.chunks)
   sizes = how.sizes
   tokens = how.tokens(model.seq_len)
-  here = {weight: weight.per_device(sizes) for weight in {*model.weights, *model.reference}}
+  here = {weight: weight.per_device(sizes) for weight in {*model.weights, *model.beside}}
   layer, head = _gathered(model, how)
   gathered = network.layers_gathered * layer
   working = tokens * _working(model, how)
@@ -95,7 +95,7 @@ def of(model: ModelSizes, how: Configuration, network: Network) -> Memory:
     optimizer=_optimizer(model, sizes),
     batch=12 * how.batch * model.seq_len / _shards(sizes) / sizes["context"],
     copies=sum(here[w] * _copies(w, how) for w in model.weights)
-    + sum(here[w] * w.computed for w in model.reference)
+    + sum(here[w] * w.computed for w in model.beside)
     + _slices(model, how, network),
     gathered=gathered,
     activations=activations,

@@ -90,7 +90,7 @@ class ModelSizes:
     over_data: Whether the optimizer state is sharded over the axis `data` too (ZeRO-1).
     sequence_parallel: Whether the residual stream is sharded over `tensor` too.
     optimizer_on_host: Whether the optimizer state is in the memory of the host between updates.
-    reference: The weights of the reference model; empty: there is none.
+    beside: The weights of other models on the devices: the reference model, reward models.
     fused_attention: Whether a fused kernel computes attention without materializing logits.
     splits_sequences: Whether its kernels can shard sequences over `context`.
     whole_sequences: Whether its kernels can compute sequences that are not sharded.
@@ -121,7 +121,7 @@ class ModelSizes:
   over_data: bool = False
   sequence_parallel: bool = False
   optimizer_on_host: bool = False
-  reference: tuple[Weight, ...] = ()
+  beside: tuple[Weight, ...] = ()
   fused_attention: bool = True
   splits_sequences: bool = True
   whole_sequences: bool = True
@@ -186,9 +186,12 @@ def _padded(model: ModelSizes, places: int) -> ModelSizes:
 
 
 def of_definition(
-  definition: Definition, optimizer: Optimizer, *, seq_len: int, reference: Definition | None = None
+  definition: Definition, optimizer: Optimizer, *, seq_len: int, beside: Sequence[Definition] = ()
 ) -> ModelSizes:
-  """Returns the sizes of a decoder that `optimizer` trains on sequences of `seq_len` tokens."""
+  """Returns the sizes of a decoder that `optimizer` trains on sequences of `seq_len` tokens.
+
+  `beside` are other models whose weights are on the devices.
+  """
   decoder: Any = definition.module
   stack: Stack = decoder.stack
   layout = stack.layout
@@ -245,7 +248,7 @@ def of_definition(
     over_data=optimizer.over_data,
     optimizer_on_host=optimizer.on_host,
     sequence_parallel=dims_of_time != {"time"},
-    reference=() if reference is None else weights.of_definition(reference),
+    beside=tuple(weight for one in beside for weight in weights.of_definition(one)),
     fused_attention="xla" not in decoder.kernels(Place(device), seq_len=seq_len),
     splits_sequences=over_context <= {*split, "sparse"},
     whole_sequences=kernels.isdisjoint(split.values()),

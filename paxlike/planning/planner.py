@@ -191,7 +191,7 @@ def find(
     trainer.definition,
     trainer.optimizer,
     seq_len=trainer.data.seq_len,
-    reference=trainer.reference,
+    beside=trainer.models_beside,
   )
   if not isinstance(trainer.objective, NextToken):
     model = dataclasses.replace(model, repeats=0)

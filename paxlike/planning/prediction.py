@@ -49,7 +49,7 @@ def of_trainer(trainer: Trainer) -> Prediction | None:
     trainer.definition,
     trainer.optimizer,
     seq_len=trainer.data.seq_len,
-    reference=trainer.reference,
+    beside=trainer.models_beside,
   )
   how = configuration(trainer, model)
   times = cost_model.of(model, how, machine)

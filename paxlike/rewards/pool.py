@@ -27,12 +27,14 @@ class Rewarded(NamedTuple):
   """The reward of an answer.
 
   Attributes:
-    parts: Its named parts; empty if it took too long.
-    timed_out: Whether it did, so that its reward is 0.
+    parts: Its named parts; without those of a function that took too long.
+    timed_out: Whether it did.
+    was_cut: Whether a reward model got only a beginning of it.
   """
 
   parts: dict[str, float]
   timed_out: bool = False
+  was_cut: bool = False
 
   @property
   def total(self) -> float:

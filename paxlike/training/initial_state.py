@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from paxlike.checkpoints import layout_conversion, teacher
 from paxlike.checkpoints.array_names import flatten, unflatten
 from paxlike.checkpoints.branch import Branch
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.checkpoints.saved_model import read_for_compute
 from paxlike.checkpoints.teacher import Teacher
-from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with, read_found, read_params
+from paxlike.checkpoints.warm_start import PROVENANCE, Restore, began_with
 from paxlike.errors import UserError
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.stack import layout_of
@@ -107,6 +107,13 @@ class StateSource:
       return self.folder
     return self.branch.run
 
+  def recorded(self, state: TrainState) -> epath.Path | None:
+    """Returns the folder that records the other models of the steps so far; None: there are none.
+
+    A start that failed may have left records of others.
+    """
+    return self._first if int(state.step) else None
+
   def reference(self, state: TrainState) -> tuple[Params, dict[str, str]]:
     """Returns (weights of the reference model in their compute dtypes, files to write).
 
@@ -116,9 +123,8 @@ class StateSource:
       UserError: The checkpoint that they are from is missing or damaged.
     """
     if self.teacher is not None:
-      # A start that failed may have left a record of another teacher.
-      taught = self.teacher.load(self.devices, self._first if int(state.step) else None)
-      return taught.params, {teacher.RECORD: taught.record}
+      taught = self.teacher.load(self.devices, self.recorded(state))
+      return taught.params, {self.teacher.file: taught.record}
     return self._initial(state), {}
 
   def _initial(self, state: TrainState) -> Params:
@@ -149,19 +155,8 @@ class StateSource:
     trained, _, extra = train_state.split(self.definition, self.definition.weights)
     names = [*trained, *extra]
     derived = evaluated_weights.derived(self.definition, self.optimizer, self.devices)
-    step, (params, _) = read_found(
-      saved,
-      step,
-      lambda step: read_params(
-        saved,
-        step,
-        self.definition,
-        self.devices,
-        names=names,
-        for_compute=True,
-        unread=layout_conversion.all_but_weights,
-        derived=derived if derived and saved.at(step).has_training_state() else None,
-      ),
+    step, params = read_for_compute(
+      saved, step, self.definition, self.devices, names=names, derived=derived
     )
     return step, params | self._frozen()
 

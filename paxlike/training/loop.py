@@ -98,6 +98,8 @@ class Loop:
     if trainer.reference is not None:
       reference, files_of_it = self._source.reference(state)
       state, provenance = dataclasses.replace(state, reference=reference), provenance | files_of_it
+    if self._policy is not None:
+      provenance = provenance | self._policy.load(self._source.recorded(state))
     phases.enter("data", start)
     with (
       TrainInput(

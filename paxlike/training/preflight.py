@@ -34,6 +34,7 @@ def check(trainer: Any, *, training: bool):
       cannot be a folder's, or a device has too little memory.
   """
   check_setup(trainer, training=training)
+  rollout_checks.check_reward_models(trainer, training=training)
   for name in trainer.eval_data:
     check_name(name)
   if training and trainer.profile is not None:

@@ -37,6 +37,7 @@ from paxlike.training.optimizers import Optimizer
 from paxlike.training.profiler import Profiling
 from paxlike.training.ramp import Ramp, Stage
 from paxlike.training.reinforcement import answers
+from paxlike.training.reinforcement.model_reward import AnswerScorer, ModelReward
 from paxlike.training.reinforcement.reward_set import RewardEvaluator, RewardSet
 from paxlike.training.reinforcement.rollouts import Rollouts
 from paxlike.training.train_state import TrainState
@@ -147,6 +148,14 @@ class Trainer:
   def reference(self) -> Definition | None:
     """The reference model of whose weights a step needs a copy; None: it needs none."""
     return self.objective.reference(self.definition)
+
+  @property
+  def models_beside(self) -> list[Definition]:
+    """The models, besides the one that is trained, whose weights are on the devices."""
+    users = (self.rollouts, *self.eval_data.values())
+    rewards = {getattr(user, "reward_model", None) for user in users}
+    reference = [] if self.reference is None else [self.reference]
+    return reference + [one.definition for one in rewards if one is not None]
 
   def state_source(self, folder: epath.Path) -> StateSource:
     """Returns the source of the state and weights of the run in `folder`."""
@@ -303,8 +312,24 @@ class Trainer:
   def _evaluator(self, eval_set: EvalSet) -> Evaluator | RewardEvaluator:
     options: Any = {"compiler_options": self.execution.compiler_options}
     if isinstance(eval_set, RewardSet):
-      return RewardEvaluator(self.definition, eval_set, **options)
+      scorer = self.scorer(eval_set.reward_model)
+      return RewardEvaluator(self.definition, eval_set, scorer=scorer, **options)
     return Evaluator(self.definition, eval_set, self.placer, batch_size=self.batch_size, **options)
+
+  def scorer(self, model: ModelReward | None) -> AnswerScorer | None:
+    """Returns the scorer of a reward model, which training and evaluation share; None of None."""
+    if model is not None and model not in self._scorers:
+      self._scorers[model] = AnswerScorer(
+        model,
+        self.devices,
+        batch_size=self.batch_size,
+        compiler_options=self.execution.compiler_options,
+      )
+    return None if model is None else self._scorers[model]
+
+  @functools.cached_property
+  def _scorers(self) -> dict[ModelReward, AnswerScorer]:
+    return {}
 
   @functools.cached_property
   def _step(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from paxlike.config.configurable import configurable
+from paxlike.data.chat import templates
 from paxlike.data.chat.openai_messages import Message
 from paxlike.data.examples import EpochPlan, ExampleRows
 from paxlike.data.token_index import Document
@@ -69,9 +70,26 @@ class ScoredPreferences(Preferences):
 
   revision = "whole conversations"
 
-  def scored(self, messages: Sequence[Message]) -> np.ndarray:
-    """Returns the tokens of a conversation, int32 [n], of which the last one's reward counts."""
-    return super().document(messages)["tokens"]
+  def scored(
+    self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+  ) -> np.ndarray:
+    """Returns the tokens of a conversation, int [n], of which the last one's reward counts.
+
+    Raises:
+      UserError: The template cannot render it, or its end is not an answer.
+    """
+    try:
+      return super().document(messages, variables)["tokens"]
+    except UserError:
+      if messages[-1]["role"] != "assistant":
+        raise
+    # Of an odd answer, such as an empty one, it may be unclear what the assistant writes.
+    text = templates.render(
+      self._template, messages, add_generation_prompt=False, variables=variables
+    )
+    bos = None if self._template_name == "tokenizer" else self._tokenizer.bos_id
+    ids = self._tokenizer.encode(text)
+    return ids if bos is None else np.append(bos, ids)
 
   def document(
     self,

@@ -13,6 +13,7 @@ import numpy as np
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.data.chat import openai_messages, templates
+from paxlike.data.chat.openai_messages import Message
 from paxlike.data.dataset import Arrays, RowDataset, epoch_random
 from paxlike.data.text.records import Placed
 from paxlike.data.tuning.templated_records import TemplatedRecords
@@ -105,6 +106,12 @@ class Prompts(TemplatedRecords, RowDataset):
   def record(self, number: int) -> Mapping[str, Any]:
     """Returns the fields of a record, by its number in `records`."""
     return self._records[number][1]
+
+  def asked(self, number: int) -> tuple[list[Message], Mapping[str, Any]]:
+    """Returns the messages of a record's prompt, and what it gives to a template besides."""
+    record = self.record(number)
+    variables = openai_messages.variables(record, place=self.named)
+    return self._messages(self.named, record), variables
 
   def _order(self, epoch: int) -> np.ndarray:
     if not self._shuffle:

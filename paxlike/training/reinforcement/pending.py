@@ -22,7 +22,7 @@ class Pending:
     answers: As they were sampled, without rewards.
     sampled_at: Number of complete steps of the weights that they were sampled from.
     metrics: Of the sampling: name -> (sum, weight).
-    rewards: Waits for their rewards; see `shared_rewards.begin`. None: not begun.
+    rewards: Waits for their rewards; see `AnswerRewards.begin`. None: not begun.
   """
 
   answers: list[Answer]

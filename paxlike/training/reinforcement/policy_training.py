@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from paxlike.errors import UserError
 from paxlike.layers.decoder import Batch
 from paxlike.processes import phases
 from paxlike.processes.host_collectives import fetched
-from paxlike.rewards.pool import Rewarded, RewardPool
+from paxlike.rewards.pool import Rewarded
 from paxlike.training.forward_backward import differentiated
 from paxlike.training.objectives import shares_base, without_adapters
-from paxlike.training.reinforcement import shared_rewards
-from paxlike.training.reinforcement.answers import Answer, Packed, decoded, of_loss
+from paxlike.training.reinforcement.answers import Answer, Packed, of_loss
 from paxlike.training.reinforcement.pending import Pending, importance, ratios
 from paxlike.training.reinforcement.rollout_training import (
   Prepared,
@@ -26,6 +26,7 @@ from paxlike.training.reinforcement.rollout_training import (
   scalar,
 )
 from paxlike.training.reinforcement.sampler import Sampler
+from paxlike.training.reinforcement.shared_rewards import AnswerRewards
 from paxlike.training.reinforcement.values import Gae
 from paxlike.training.train_state import TrainState
 from paxlike.training.train_step import Metrics
@@ -42,10 +43,7 @@ class PolicyTraining(RolloutTraining):
     super().__init__(trainer)
     self._loss = differentiated(self._objective.loss, **self._options)
     how = self._how
-    assert how.reward is not None
-    self._rewards = RewardPool(
-      how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds
-    )
+    self._rewards = AnswerRewards(how, self._data, trainer.scorer(how.reward_model))
     self._pending: Pending | None = None
 
   @property
@@ -76,6 +74,9 @@ class PolicyTraining(RolloutTraining):
       "MAX_SEQ_LEN": self._data.seq_len,
       "ROLLOUT_TEMPERATURE": self._objective.sampling.temperature,
     }
+
+  def load(self, run: epath.Path | None) -> dict[str, str]:
+    return self._rewards.load(run)
 
   def __exit__(self, *unused: object):
     self._rewards.__exit__()
@@ -165,8 +166,7 @@ class PolicyTraining(RolloutTraining):
       return Pending(answers=answers, sampled_at=step, metrics=metrics)
 
     def begin(pending: Pending):
-      given = decoded(pending.answers, self._data)
-      pending.rewards = shared_rewards.begin(self._rewards, given)
+      pending.rewards = self._rewards.begin(pending.answers)
 
     now = self._pending or sampled(0)
     if now.rewards is None:
@@ -181,8 +181,7 @@ class PolicyTraining(RolloutTraining):
 
   def _rewarded(self, answers: Sequence[Answer]) -> Metrics:
     """Computes and sets the rewards and advantages of answers."""
-    given = decoded(answers, self._data)
-    return self._set_rewards(answers, shared_rewards.begin(self._rewards, given)())
+    return self._set_rewards(answers, self._rewards.begin(answers)())
 
   def _set_rewards(self, answers: Sequence[Answer], found: Sequence[Rewarded]) -> Metrics:
     how = self._how
@@ -197,6 +196,8 @@ class PolicyTraining(RolloutTraining):
       "equal_groups_fraction": mean(np.ptp(rewards_PG, axis=1) == 0),
       "reward_timeouts": (scalar(sum(one.timed_out for one in found)), scalar(1)),
     }
+    if how.reward_model is not None:
+      metrics["reward_model_cut_fraction"] = mean([one.was_cut for one in found])
     names = sorted({name for one in found for name in one.parts} - {"reward"})
     parts = {f"reward/{n}": mean([one.parts.get(n, 0.0) for one in found]) for n in names}
     return metrics | parts

@@ -14,6 +14,7 @@ from paxlike.layers.moe.dispatch import Capacity
 from paxlike.layers.reward_model import RewardModel
 from paxlike.training.objectives import Grpo, OnPolicyGkd, Ppo
 from paxlike.training.pipeline_loss import pipeline_of
+from paxlike.training.reinforcement.reward_set import RewardSet
 from paxlike.training.reinforcement.values import Gae
 
 if TYPE_CHECKING:
@@ -69,6 +70,22 @@ def check(trainer: "Trainer"):
       f"MAX_PROMPT_TOKENS={data.max_tokens} and MAX_NEW_TOKENS={how.max_new_tokens} exceed"
       f" MAX_SEQ_LEN={data.seq_len}."
     )
+
+
+def check_reward_models(trainer: "Trainer", *, training: bool):
+  """Checks the reward models of a run, if it is for training, and of its eval sets.
+
+  Raises:
+    UserError: A folder has no reward model, or it cannot score the answers.
+  """
+  sets = [one for one in trainer.eval_data.values() if isinstance(one, RewardSet)]
+  users: list[Any] = [(one, one.dataset) for one in sets]
+  if training and trainer.rollouts is not None:
+    users.append((trainer.rollouts, trainer.data))
+  for how, data in users:
+    if how.reward_model is not None:
+      limits = {"max_prompt_tokens": data.max_tokens, "max_new_tokens": how.max_new_tokens}
+      how.reward_model.check(trainer.devices, **limits)
 
 
 def check_passes(trainer: "Trainer", sampling: Sampling):

@@ -14,11 +14,11 @@ from paxlike.inference.generate import STEPS_PER_CALL
 from paxlike.inference.sampling import Sampling
 from paxlike.layers.module import Definition, Params
 from paxlike.processes import phases
-from paxlike.rewards.pool import RewardPool
 from paxlike.training.evaluation import EvalSet, Result, Stopped, result
-from paxlike.training.reinforcement import shared_rewards
 from paxlike.training.reinforcement.answers import Answer, decoded
 from paxlike.training.reinforcement.drafts import Drafter
+from paxlike.training.reinforcement.model_reward import AnswerScorer, ModelReward
+from paxlike.training.reinforcement.shared_rewards import AnswerRewards
 
 
 @configurable
@@ -27,7 +27,8 @@ class RewardSet(EvalSet):
   """Prompts to evaluate on, by the mean reward of one answer to each.
 
   Attributes:
-    reward: A function of a module: see `paxlike.rewards`.
+    reward: A function of a module: see `paxlike.rewards`. None: there is none.
+    reward_model: A reward model, whose rewards are added. None: there is none.
     max_new_tokens: The most tokens of an answer.
     num_prompts: Evaluate on the first so many; None: all.
     sampling: How answers are sampled; greedily by default.
@@ -37,7 +38,8 @@ class RewardSet(EvalSet):
     reward_workers: Processes that compute rewards.
   """
 
-  reward: Callable[[str, Mapping[str, Any]], Any]
+  reward: Callable[[str, Mapping[str, Any]], Any] | None
+  reward_model: ModelReward | None = None
   max_new_tokens: ranges.Size
   num_prompts: ranges.Size | None = None
   sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -63,12 +65,14 @@ class RewardEvaluator:
     definition: Definition,
     reward_set: RewardSet,
     *,
+    scorer: AnswerScorer | None = None,
     compiler_options: Mapping[str, Any] | None = None,
   ):
-    """Compiles nothing yet; `compiler_options` are XLA's."""
+    """Compiles nothing yet; `scorer` is that of the reward model, `compiler_options` are XLA's."""
     self._definition = definition
     self._set = reward_set
     self._data: Any = reward_set.dataset
+    self._scorer = scorer
     self._options = compiler_options
     self._drafter: Drafter | None = None
 
@@ -78,10 +82,8 @@ class RewardEvaluator:
     """Returns the mean reward of the answers of a model; see `Evaluator.run`."""
     phases.enter("eval", name)
     answers = self._answers(params, stops)
-    how, given = self._set, decoded(answers, self._data)
-    pool = RewardPool(how.reward, num_workers=how.reward_workers, seconds=how.reward_seconds)
-    with pool:
-      rewards = np.array([one.total for one in shared_rewards.begin(pool, given)()])
+    with AnswerRewards(self._set, self._data, self._scorer) as computing:
+      rewards = np.array([one.total for one in computing.begin(answers)()])
     sizes, ones = np.array([len(a.tokens) for a in answers], np.float64), np.ones(len(answers))
     sums = {
       "num_predictions": (sizes, ones),
@@ -90,7 +92,8 @@ class RewardEvaluator:
       "truncated_fraction": (np.array([not a.has_ended for a in answers], np.float64), ones),
     }
     found = result(sums, np.array([answer.record for answer in answers]))
-    texts: dict[Any, Any] = {a.record: text for a, (text, _) in zip(answers, given, strict=True)}
+    given = zip(answers, decoded(answers, self._data), strict=True)
+    texts: dict[Any, Any] = {answer.record: text for answer, (text, _) in given}
     records = [one | {"answer": texts[one["example"]]} for one in found.records]
     return Result(found.values, records)
 

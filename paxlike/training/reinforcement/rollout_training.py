@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from etils import epath
 
 from paxlike.data.tuning.prompts import Prompts
 from paxlike.inference.generate import STEPS_PER_CALL
@@ -60,6 +61,14 @@ class RolloutTraining(abc.ABC):
   def restore(self, saved: Mapping[str, Any]):
     """Goes on with what `saved` returned, as part of the state of the data."""
     del saved
+
+  def load(self, run: epath.Path | None) -> dict[str, str]:
+    """Loads other models of the run; returns their records for its folder, by name.
+
+    `run` is the folder that has those of the steps so far; None: there are none.
+    """
+    del run
+    return {}
 
   def __enter__(self) -> Self:
     return self

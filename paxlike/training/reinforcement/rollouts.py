@@ -8,6 +8,7 @@ from typing import Any, Literal
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.training.reinforcement.advantages import Advantages, Normalization, by_token, grpo
+from paxlike.training.reinforcement.model_reward import ModelReward
 from paxlike.training.reinforcement.values import Gae
 
 
@@ -17,7 +18,9 @@ class Rollouts:
   """How the answers of a step are sampled and rewarded.
 
   Attributes:
-    reward: A function of a module: see `paxlike.rewards`. None: a teacher judges the answers.
+    reward: A function of a module: see `paxlike.rewards`. None: there is none.
+    reward_model: A reward model, whose rewards are added. None: there is none. Without both, a
+      teacher judges the answers.
     num_prompts: Prompts of a step.
     most_prompts: Prompts that a step tries at most, to replace those whose answers all have the
       same reward, from which nothing can be learned (DAPO's dynamic sampling). None: `num_prompts`,
@@ -39,6 +42,7 @@ class Rollouts:
   """
 
   reward: Callable[[str, Mapping[str, Any]], Any] | None
+  reward_model: ModelReward | None = None
   num_prompts: ranges.Size
   group_size: ranges.Size
   most_prompts: ranges.Size | None = None

@@ -11,6 +11,7 @@ from paxlike.data.chat import templates, tokenizer_template
 from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer
 from paxlike.data.tuning.conversations import Conversations
+from paxlike.data.tuning.preferences import ScoredPreferences
 from paxlike.errors import UserError
 
 TALK = [
@@ -224,6 +225,35 @@ def test_the_own_template_makes_what_transformers_makes(tmp_path, own):
   learnt = [ours.decode(run) for run in np.split(tokens, np.flatnonzero(np.diff(weights)) + 1)]
   assert [text for text in learnt if "Hello" in text or "See" in text] == ["Hello!\n", "See you.\n"]
   assert weights.sum() == len(ours.encode("Hello!<|im_end|>\nSee you.<|im_end|>\n"))
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_what_its_template_makes_of_any_answer(tmp_path, own):
+  """Also where a model that is trained on it could not learn what the assistant writes."""
+  import transformers
+
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  ours = HuggingFaceTokenizer(own)
+  corpus = ScoredPreferences(
+    path=None, tokenizer=ours, vocab_size=400, template="tokenizer", vocab_path=own
+  )
+  config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+  config["chat_template"] = OWN.replace("['content']", "['content'].split('</think>')[-1]")
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+  asked, refused = {"role": "user", "content": "Hi"}, 0
+  for said in ("Hello!", "", " ", "<think>Ends.</think>See", "</think>", "See<|im_end|>", "Hi "):
+    talk = [asked, {"role": "assistant", "content": said}]
+    expected = theirs.apply_chat_template(
+      talk, return_dict=False, chat_template=config["chat_template"]
+    )
+    assert corpus.scored(talk).tolist() == expected
+    try:
+      corpus.document(talk)
+    except UserError:
+      refused += 1
+  assert refused
+  with pytest.raises(UserError, match="no answer of role assistant"):
+    corpus.scored([asked])
 
 
 @pytest.mark.slow
