@@ -42,7 +42,7 @@ os.environ[FOLDER] = str(_PROGRAMS)
 for name, value in {
   "jax_compilation_cache_dir": str(_PROGRAMS),
   "jax_compilation_cache_include_metadata_in_key": True,
-  "jax_persistent_cache_min_compile_time_secs": 0.2,
+  "jax_persistent_cache_min_compile_time_secs": 0.03,
   "jax_traceback_in_locations_limit": 0,
 }.items():
   os.environ[name.upper()] = str(value)

@@ -53,12 +53,6 @@ SOURCE = text_of(("paxlike", "scripts", "benchmarks", "tests"))
 FLAGS = set(flag_types.define()) | set(re.findall(r'"--(\w+)"', SOURCE)) | LAUNCHERS
 # Those that benchmarks make of names.
 FLAGS |= {"experts", "hidden", "chosen", "alsologtostderr", "sweep"} | LAUNCH
-LITERALS = [
-  node.value
-  for path in MODULES
-  for node in ast.walk(ast.parse(path.read_text()))
-  if isinstance(node, ast.Constant) and isinstance(node.value, str)
-]
 
 
 def check_paxlike(args: list[str]):
@@ -210,7 +204,13 @@ def test_every_experiment_is_in_the_zoo():
 def test_messages_are_those_of_the_program():
   rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.M)
   assert len(rows) > 30
-  assert [row for row in rows if not any(row in text for text in LITERALS)] == []
+  literals = [
+    node.value
+    for path in MODULES
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+  ]
+  assert [row for row in rows if not any(row in text for text in literals)] == []
 
 
 def test_every_page_is_in_the_navigation():
@@ -248,7 +248,6 @@ def test_commands_run(page, tmp_path):
   for name in ("scripts", "benchmarks"):
     (folder / name).symlink_to(REPOSITORY / name)
   environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-  tiny = " ".join(f"--fdl.{knob}" for knob in pages.TINY)
   for block in pages.blocks(page):
     if block.file is not None:
       (folder / block.file).write_text(block.text)
@@ -259,7 +258,7 @@ def test_commands_run(page, tmp_path):
       done = subprocess.run(
         [*program, block.text],
         cwd=folder,
-        env=environment | {"TINY": tiny if block.tiny else ""},
+        env=environment | {"KNOBS": " ".join(f"--fdl.{knob}" for knob in block.knobs)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

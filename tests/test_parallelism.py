@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from helpers.shrunk import shrunk
 from helpers.steps import assert_same, distance, one_device, steps
-from helpers.tiny_model import adamw, batch
+from helpers.tiny_model import adamw, batch, tiny
 
 from paxlike.devices import mesh
 from paxlike.devices.mesh import MeshSpec
-from paxlike.layers import Pipeline
+from paxlike.layers import DelayedFp8, Pipeline
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
 
@@ -171,15 +171,13 @@ def test_int8_goes_through_a_pipeline_as_near():
 
 
 def test_layers_after_a_pipeline_notice_what_they_are_given():
-  """What all stages compute of an epilogue, only the last has seen: 5 layers in pairs have one."""
-  name, mix = "Gemma2_2B", {"pipeline": 2}
-  knobs: dict[str, Any] = {"QUANTIZATION": "fp8_delayed", "NUM_LAYERS": 5}
-  assert layout_of(shrunk(name, scan=True, **knobs).module).epilogue == 1
-  pipeline = pipelined("1f1b", 1, 2)
-  definition = shrunk(name, pipeline=pipeline, **knobs)
-  got = steps(definition, MeshSpec(ici=mix), batch(8), devices=jax.devices()[:2])
-  expected = one_device(shrunk(name, scan=True, **knobs), batch(8), num_microbatches=4)
-  exact = one_device(shrunk(name, scan=True, NUM_LAYERS=5), batch(8), num_microbatches=4)
+  """What all stages compute of an epilogue, only the last has seen."""
+  model = functools.partial(tiny, ends=True, scan=True)
+  staged = model(dot=DelayedFp8, pipeline=fdl.build(pipelined("1f1b", 1, 2)))
+  assert layout_of(staged.module).epilogue == 1
+  got = steps(staged, MeshSpec(ici={"pipeline": 2}), batch(8), devices=jax.devices()[:2])
+  expected = one_device(model(dot=DelayedFp8), batch(8), num_microbatches=4)
+  exact = one_device(model(), batch(8), num_microbatches=4)
   # A sum in another order rounds some number the other way, which no later layer corrects.
   assert distance(got, expected) < 0.05 * distance(expected, exact)
   for key, value in expected[2].extra.items():

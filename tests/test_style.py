@@ -50,13 +50,6 @@ FLOOR = {name: floor for floor, row in enumerate(FLOORS) for name in row}
 
 ROOMS = sorted(path.parent for path in PACKAGE.rglob("*/__init__.py") if path.parent != PACKAGE)
 
-every_source = pytest.mark.parametrize(
-  "path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY))
-)
-every_module = pytest.mark.parametrize(
-  "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
-)
-
 
 def tree(path: pathlib.Path) -> ast.Module:
   return ast.parse(path.read_text(), filename=str(path))
@@ -134,21 +127,12 @@ def test_there_is_something_to_check():
   assert any(own_imports(path) for path in MODULES)
 
 
-@every_source
-def test_header_size_and_name(path):
-  text = path.read_text()
-  if text:
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
-  assert len(text.splitlines()) <= MAX_LINES
-  assert path.name not in ("utils.py", "common.py") and not path.name.endswith("_lib.py")
-
-
-@every_source
-def test_functions_are_short(path):
-  for node in ast.walk(tree(path)):
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-      lines = (node.end_lineno or node.lineno) - node.lineno + 1
-      assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+def test_headers_sizes_and_names():
+  for path in SOURCES:
+    text = path.read_text()
+    assert not text or text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+    assert len(text.splitlines()) <= MAX_LINES, path
+    assert path.name not in ("utils.py", "common.py") and not path.name.endswith("_lib.py"), path
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -165,25 +149,28 @@ def swallows(handler: ast.ExceptHandler) -> bool:
   return not names or ("Exception" in names and not passed_on)
 
 
-@every_source
-def test_nothing_is_swallowed(path):
-  for node in ast.walk(tree(path)):
-    assert not (isinstance(node, ast.ExceptHandler) and swallows(node)), f"line {node.lineno}"
+def test_functions_are_short_and_swallow_nothing():
+  for path in SOURCES:
+    for node in ast.walk(tree(path)):
+      if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {lines} lines"
+      swallowed = isinstance(node, ast.ExceptHandler) and swallows(node)
+      assert not swallowed, f"{path}, line {getattr(node, 'lineno', 0)}"
 
 
-@every_source
-def test_nothing_is_left_for_later(path):
-  # Spelt so that this line does not find itself.
-  found = re.findall(r"\b(?:TO" r"DO|FIX" r"ME|X" r"XX)\b", path.read_text())
-  assert not found
+def test_nothing_is_left_for_later():
+  for path in SOURCES:
+    # Spelt so that this line does not find itself.
+    assert not re.findall(r"\b(?:TO" r"DO|FIX" r"ME|X" r"XX)\b", path.read_text()), path
 
 
-@every_module
-def test_imports_go_down_the_floors(path):
-  name = unit_of(path)
-  assert name in FLOOR, f"{name} is new: give it a floor in FLOORS of {__file__}"
-  for other in own_imports(path):
-    assert FLOOR[other] < FLOOR[name], f"{name} imports {other}, which is not on a floor below"
+def test_imports_go_down_the_floors():
+  for path in MODULES:
+    name = unit_of(path)
+    assert name in FLOOR, f"{name} is new: give it a floor in FLOORS of {__file__}"
+    for other in own_imports(path):
+      assert FLOOR[other] < FLOOR[name], f"{path} imports {other}, which is not on a floor below"
 
 
 def test_the_tree_in_the_design_is_that_of_the_package():
@@ -200,18 +187,18 @@ def test_the_tree_in_the_design_is_that_of_the_package():
     assert not above, f"{path} imports {above}"
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_folders_of_a_room_import_in_one_direction(room):
+def test_files_and_folders_of_a_room_import_in_one_direction():
   """Each child of a folder, with all within it, imports its siblings without a circle."""
-  inside = ".".join(room.relative_to(PACKAGE.parent).parts) + "."
-  graph: dict[str, set[str]] = {}
-  for path in room.rglob("*.py"):
-    child = path.relative_to(room).with_suffix("").parts[0]
-    names = imports_at_run_time(tree(path), in_functions=True)
-    siblings = {n.removeprefix(inside).split(".")[0] for n in names if n.startswith(inside)}
-    graph.setdefault(child, set()).update(siblings - {child})
-  del graph["__init__"]  # The door, which imports what the room exports.
-  assert list(graphlib.TopologicalSorter(graph).static_order())
+  for room in ROOMS:
+    inside = ".".join(room.relative_to(PACKAGE.parent).parts) + "."
+    graph: dict[str, set[str]] = {}
+    for path in room.rglob("*.py"):
+      child = path.relative_to(room).with_suffix("").parts[0]
+      names = imports_at_run_time(tree(path), in_functions=True)
+      siblings = {n.removeprefix(inside).split(".")[0] for n in names if n.startswith(inside)}
+      graph.setdefault(child, set()).update(siblings - {child})
+    del graph["__init__"]  # The door, which imports what the room exports.
+    assert list(graphlib.TopologicalSorter(graph).static_order()), room
 
 
 def test_tests_mirror_the_package():
@@ -224,27 +211,27 @@ def test_tests_mirror_the_package():
     assert not [name for name in names if name.startswith("test_")], path
 
 
-@every_module
-def test_fiddle_stops_at_the_door(path):
-  names = {name.split(".")[0] for name in imports(tree(path))}
-  assert "fiddle" not in names or unit_of(path) in FIDDLE
+def test_fiddle_stops_at_the_door():
+  for path in MODULES:
+    names = {name.split(".")[0] for name in imports(tree(path))}
+    assert "fiddle" not in names or unit_of(path) in FIDDLE, path
 
 
-@every_module
-def test_layers_name_no_knobs(path):
+def test_layers_name_no_knobs():
   """Knobs belong to experiments: errors of layers name arguments; see `knob_arguments`."""
-  assert unit_of(path) != "layers" or not knobs_in(tree(path))
+  for path in MODULES:
+    assert unit_of(path) != "layers" or not knobs_in(tree(path)), path
 
 
-@every_module
-def test_graphs_are_built_in_one_place(path):
-  assert "fdl.build(" not in path.read_text() or path.name == "building.py"
+def test_graphs_are_built_in_one_place():
+  for path in MODULES:
+    assert "fdl.build(" not in path.read_text() or path.name == "building.py", path
 
 
-@every_module
-def test_tensorflow_is_imported_by_who_needs_it(path):
-  on_loading = imports_at_run_time(tree(path), in_functions=False)
-  assert not LAZY & {name.split(".")[0] for name in on_loading}
+def test_tensorflow_is_imported_by_who_needs_it():
+  for path in MODULES:
+    on_loading = imports_at_run_time(tree(path), in_functions=False)
+    assert not LAZY & {name.split(".")[0] for name in on_loading}, path
 
 
 def test_the_laws_have_teeth():

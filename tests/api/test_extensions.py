@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import warm_python
 from helpers.sources import REPOSITORY
 from helpers.teacher_forcing import assert_teacher_forcing, prompts
 
@@ -74,9 +75,10 @@ def test_a_schedule_has_a_name_in_every_experiment(tmp_path, text):
   np.testing.assert_allclose(rates, expected, rtol=1e-6)
   # A process that has not imported the module does so, if it may.
   load = f"paxlike.load({str(made.folder)!r}, allow_modules=[{MODULE!r}], LR_COS_WARMUP=3)"
-  command = f"import paxlike; print({load}._graph.optimizer.learning_rate.warmup)"
+  script = tmp_path / "script.py"
+  script.write_text(f"import paxlike; print({load}._graph.optimizer.learning_rate.warmup)")
   own = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-  said = subprocess.check_output([sys.executable, "-c", command], env=own, cwd=REPOSITORY)
+  said = subprocess.check_output([warm_python.program(), script], env=own, cwd=REPOSITORY)
   assert said == b"3\n"
   with pytest.raises(paxlike.UserError, match="LR_COS_DECAY_END has no effect"):
     paxlike.train("NanoGptChar", tmp_path / "a", DATA_PATH=str(text), LR_COS_DECAY_END=9, **knobs)
@@ -367,7 +369,7 @@ def test_only_what_is_evaluated_is_read(average, run, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_runs(tmp_path):
-  command = [sys.executable, "examples/extensions.py", str(tmp_path / "run")]
+  command = [warm_python.program(), "examples/extensions.py", str(tmp_path / "run")]
   own = os.environ | {"PYTHONPATH": str(REPOSITORY)}
   done = subprocess.run(command, env=own, cwd=REPOSITORY, capture_output=True, check=False)
   assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import paxlike
 from paxlike.errors import UserError
 from paxlike.experiments.sums import Sums, SumsRl
 
-KNOBS = {"LEARNING_RATE": 0.01, "LR_WARMUP": 0, "NUM_LAYERS": 1, "FPROP_DTYPE": "float32"}
+KNOBS = {"LEARNING_RATE": 0.01, "LR_WARMUP": 0, "NUM_LAYERS": 1, "PERCORE_BATCH_SIZE": 2}
 TEXTS = [("12+34=", "46"), ("5+8=", "13"), ("70+2=", "72")]
 
 

@@ -18,10 +18,9 @@ import urllib.request
 import google_crc32c
 import pytest
 from etils import epath
-from gcsfs.retry import HttpError
+from helpers import warm_python
 from helpers.program import TEXT, curve, finish, start
 from helpers.sources import REPOSITORY
-from tensorboardX.proto import event_pb2
 
 from paxlike import file_io, run_folder
 from paxlike.errors import RunError, UserError
@@ -97,6 +96,8 @@ def done(process):
 
 def scalars(data):
   """The (step, tag) -> value of an event file, whose checksums must be right."""
+  from tensorboardX.proto import event_pb2
+
   found = {}
   while data:
     (length,) = struct.unpack_from("<Q", data)
@@ -126,16 +127,17 @@ def test_a_whole_run_works_on_a_bucket(store, text, tmp_path, monkeypatch):
   own += ("--fdl.CHECKPOINT_EVERY_N_STEPS=2", "--fdl.EVAL_INTERVAL_STEPS=2")
   own += ("--fdl.BEST_CHECKPOINT_METRIC=validation/log_pplx", "--fdl.CHECKPOINT_MAX_TO_KEEP=2")
   here, there = (f"--job_log_dir={place}" for place in (tmp_path / "run", "gs://bucket/run"))
-  if has_trackio := importlib.util.find_spec("trackio") is not None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    own += ("--fdl.TRACKERS=[tensorboard,trackio]",)
   done(start(*TEXT, *own, here))
 
-  done(start(*TEXT, *own, there, "--fdl.num_steps=5"))
+  tracked = own
+  if has_trackio := importlib.util.find_spec("trackio") is not None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    tracked += ("--fdl.TRACKERS=[tensorboard,trackio]",)
+  done(start(*TEXT, *tracked, there, "--fdl.num_steps=5"))
   assert [record["updates"] for record in store.records("run")][-1] == 5
   for name in store.names("run/checkpoints/checkpoint_00000005/"):
     store.remove(name)
-  job = start(*TEXT, *own, there)
+  job = start(*TEXT, *tracked, there)
   while job.poll() is None and b'"running"' not in store.read("run/status.json"):
     time.sleep(0.1)
   follower = start(*TEXT, *own, there, "--mode=eval", "--continuous")
@@ -164,7 +166,8 @@ def test_a_whole_run_works_on_a_bucket(store, text, tmp_path, monkeypatch):
   assert "decode_out" in done(start(there, *decode))
   (name,) = store.names("run/decode_out/")
   assert json.loads(store.read(name))["prompt"] == "1 bottles"
-  subprocess.run([sys.executable, "-m", "paxlike.cli.plot", "gs://bucket/run"], check=True)
+  plot = [warm_python.program(), "-m", "paxlike.cli.plot", "gs://bucket/run"]
+  subprocess.run(plot, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
   assert store.read("run/curves.png").startswith(b"\x89PNG")
   done(start(*TEXT, *own, there, "--mode=profile"))
   assert [name for name in store.names("run/profile/plugins/") if name.endswith(".xplane.pb")]
@@ -222,6 +225,8 @@ def test_a_write_that_fails_is_an_error_and_not_tried_again(tmp_path, monkeypatc
 
 
 def test_advice_to_make_room_is_for_full_disks_alone():
+  from gcsfs.retry import HttpError
+
   folder = epath.Path("gs://bucket/run")
   refused = HttpError({"code": 403, "message": "no right to create"})
   with pytest.raises(UserError, match="no right to create") as error, run_folder.writing(folder):

@@ -6,13 +6,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
 import jax.numpy as jnp
 import pytest
+from helpers import warm_python
 from helpers.program import finish, run
+from helpers.sources import REPOSITORY
 
 from paxlike.checkpoints.run_checkpoints import Checkpoints
 from paxlike.checks import storage
@@ -100,9 +101,12 @@ def test_two_processes_share_a_folder_and_leave_nothing(tmp_path):
     probe.bind(("localhost", 0))
     address = f"localhost:{probe.getsockname()[1]}"
   paths = (f"{tmp_path}/node{{}}/run", f"{tmp_path}/new/run")
+  script = tmp_path / "script.py"
+  script.write_text(_FOLDERS)
   processes = [
     subprocess.Popen(
-      [sys.executable, "-c", _FOLDERS, str(index), address, *paths],
+      [warm_python.program(), script, str(index), address, *paths],
+      env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
@@ -116,4 +120,4 @@ def test_two_processes_share_a_folder_and_leave_nothing(tmp_path):
     said += [line for line in out.splitlines() if line.startswith("folder")]
   assert len(said) == 2 and said[0] == said[1]
   assert said[0].startswith(f"folder {tmp_path}/new/run/check_")
-  assert list(tmp_path.iterdir()) == []
+  assert list(tmp_path.iterdir()) == [script]

@@ -51,7 +51,7 @@ def test_a_cooldown_and_models_to_compare_may_be_as_long(tmp_path, flags, text, 
   given = ("--mode=transfer", "--widths=16,32", "--fdl.NUM_LAYERS=1", "--fdl.NUM_EPOCHS=0.5")
   assert run(*models, *given) == 0
   assert f"after {length} steps of" in capsys.readouterr().out
-  models = [flag for flag in models if "LEARNING_RATE" not in flag]
+  models = [flag for flag in models if not re.search("LEARNING_RATE|NUM_LAYERS", flag)]
   rates = ("--rates=0.01,0.02,0.04", "--fdl.PARAMETRIZATION=completep")
   assert run(*models, *given[:2], "--depths=1", given[-1], *rates) == 0
   assert f" of {length} steps of" in capsys.readouterr().out

@@ -147,7 +147,7 @@ def test_every_kind_of_layer_is_merged_and_written_for_peft(
   """Adapters of experts are merged alone: PEFT's are of a matrix that fuses two of ours."""
   import peft
 
-  save_random(family, tmp_path / "theirs")
+  save_random(family, tmp_path / "theirs", num_hidden_layers=2)
   converted(tmp_path / "theirs", tmp_path / "base")
   knobs = {"LEARNING_RATE": 0.1, "LR_SCHEDULE": "constant", "PERCORE_BATCH_SIZE": 1, "MAX_STEPS": 2}
   knobs |= {

@@ -2,11 +2,12 @@
 """Prepared rows are those that were prepared, each once an epoch, found by number."""
 
 import json
+import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+from helpers import warm_python
 from helpers.program import TINY, curve, run
 from helpers.rows import assert_described
 from helpers.sources import REPOSITORY
@@ -109,8 +110,9 @@ def test_what_does_not_fit_is_said(text, tmp_path):
 
 
 def prepare(*flags):
-  command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), *map(str, flags)]
-  return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+  command = [warm_python.program(), REPOSITORY / "scripts" / "prepare_data.py", *flags]
+  own = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+  return subprocess.run(command, env=own, capture_output=True, text=True, cwd=REPOSITORY)
 
 
 def test_splits_may_differ_in_what_is_known_of_their_rows(text, tmp_path):

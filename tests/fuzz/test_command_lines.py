@@ -202,7 +202,7 @@ def changes(given: list[str]) -> list[str]:
   return [flag for flag in given[len(base(name)) :] if flag != "--job_log_dir={run}"]
 
 
-@campaign.of(knobs(), examples=30)
+@campaign.of(knobs(), examples=15)
 def test_knobs(given):
   check("knobs", given, changed=changes(given))
 

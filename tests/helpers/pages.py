@@ -2,8 +2,9 @@
 """The pages of docs/ and the README: their fenced blocks, the commands in them, and what runs.
 
 A comment on the line before a fence says what a test does with the block: `<!-- run -->` runs it,
-`<!-- run tiny -->` runs it with TINY added to every command that names an experiment, and
-`<!-- run write: my_model.py -->` writes it to a file. The blocks of a page share a folder.
+`<!-- run tiny -->` runs it with TINY added to every command that names an experiment,
+`<!-- run small -->` with SMALL, and `<!-- run write: my_model.py -->` writes it to a file. The
+blocks of a page share a folder.
 
     PYTHONPATH=.:tests python -m helpers.pages
 
@@ -29,10 +30,11 @@ PAGES = sorted(
 # The commands of the package -> module:function.
 SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
 
-TINY = (
+SMALL = (
   *("NUM_LAYERS=2", "MODEL_DIMS=32", "HIDDEN_DIMS=64", "NUM_HEADS=2", "DIMS_PER_HEAD=16"),
-  *("MAX_SEQ_LEN=32", "MAX_STEPS=2", "FPROP_DTYPE=float32", "EVAL_INTERVAL_STEPS=0"),
+  *("MAX_SEQ_LEN=32", "FPROP_DTYPE=float32"),
 )
+TINY = (*SMALL, "MAX_STEPS=2", "EVAL_INTERVAL_STEPS=0")
 _FENCE = re.compile(
   r"(?:^<!-- run(?P<how>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -47,14 +49,14 @@ class Block(NamedTuple):
     language: What stands after the fence.
     text: Its lines.
     run: Whether a test runs it.
-    tiny: Whether its commands are made tiny.
+    knobs: What is added to its commands.
     file: The file that it is written to; None: it is executed.
   """
 
   language: str
   text: str
   run: bool
-  tiny: bool
+  knobs: tuple[str, ...]
   file: str | None
 
   @property
@@ -71,9 +73,9 @@ def blocks(page: pathlib.Path) -> list[Block]:
   for match in _FENCE.finditer(page.read_text()):
     how = match["how"]
     file = re.search(r"write: (\S+)", how or "")
-    tiny = "tiny" in (how or "")
+    knobs = TINY if "tiny" in (how or "") else SMALL if "small" in (how or "") else ()
     name = None if file is None else file[1]
-    found.append(Block(match["language"], match["text"], how is not None, tiny, name))
+    found.append(Block(match["language"], match["text"], how is not None, knobs, name))
   return found
 
 
@@ -110,13 +112,13 @@ def inline(page: pathlib.Path) -> list[str]:
 def shell(folder: pathlib.Path) -> pathlib.Path:
   """Makes a folder of the commands that pages use, which run this checkout; returns it.
 
-  Those that name an experiment get the flags in the variable TINY too.
+  Those that name an experiment get the flags in the variable KNOBS too.
   """
   folder.mkdir()
-  tiny = 'case "$*" in *--fdl_config=*|*--exp=*) set -- "$@" $TINY;; esac'
+  knobs = 'case "$*" in *--fdl_config=*|*--exp=*) set -- "$@" $KNOBS;; esac'
   commands = {name: f" -m {entry.partition(':')[0]}" for name, entry in SCRIPTS.items()}
   for name, module in {**commands, "python": ""}.items():
-    lines = ["#!/usr/bin/env bash", tiny, f'exec {warm_python.program()}{module} "$@"']
+    lines = ["#!/usr/bin/env bash", knobs, f'exec {warm_python.program()}{module} "$@"']
     (folder / name).write_text("\n".join(lines))
     (folder / name).chmod(0o755)
   return folder

@@ -27,6 +27,7 @@ TEXT = (
   "--fdl_config=Text126M",
   *(flag for flag in TINY if "fdl_config" not in flag and "VOCAB" not in flag),
   "--fdl.VOCAB_SIZE=257",
+  "--fdl.NUM_LAYERS=2",
   "--fdl.MODEL_DIMS=16",
   "--fdl.HIDDEN_DIMS=32",
   "--fdl.NUM_HEADS=2",

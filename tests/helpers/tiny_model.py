@@ -21,18 +21,23 @@ def tiny(
   weight_dtype: str = "float32",
   ends: bool = False,
   mtp: layers.MtpKind | None = None,
+  dot: Any = None,
   **stack,
 ) -> layers.Definition:
   """Returns a GPT of `num_layers` layers, width 32, 4 heads; `ends` adds one before and after.
 
-  `mtp` adds two layers for multi-token prediction.
+  `mtp` adds two layers for multi-token prediction; `dot` is of the MLPs of the layers at both ends.
   """
   init = functools.partial(layers.gaussian, std=0.1)
 
   norm = functools.partial(layers.LayerNorm, offset=1.0, dtype=dtype)
 
-  def linear(role):
-    return functools.partial(layers.Linear, role=role, use_bias=True, init=init, dtype=dtype)
+  def linear(role, dot=None):
+    return functools.partial(
+      layers.Linear, role=role, use_bias=True, init=init, dtype=dtype, dot=dot
+    )
+
+  mlp = functools.partial(layers.Mlp, hidden_dim=64)
 
   block = functools.partial(
     layers.Block,
@@ -46,10 +51,11 @@ def tiny(
       value=linear("value"),
       output=linear("output"),
     ),
-    mlp=functools.partial(layers.Mlp, hidden_dim=64, up=linear("up"), down=linear("down")),
+    mlp=functools.partial(mlp, up=linear("up"), down=linear("down")),
     dropout=functools.partial(layers.Dropout, rate=dropout) if dropout else None,
   )
-  single = [block] if ends else []
+  of_end = functools.partial(mlp, up=linear("up", dot), down=linear("down", dot))
+  single = [functools.partial(block, mlp=of_end)] if ends else []
   further: dict[str, Any] = {"block": block, "num_layers": 2, "loss_weight": 0.3}
   kinds = {
     "parallel": functools.partial(layers.ParallelMtp, **further),

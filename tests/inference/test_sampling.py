@@ -3,7 +3,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 
 from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
@@ -47,6 +46,8 @@ def test_draws_follow_the_distribution(temperature):
 @pytest.mark.parametrize("size", [5, 37, 100])
 @pytest.mark.parametrize("vary", ["seeds", "positions"])
 def test_neighbouring_draws_are_independent(size, vary):
+  from scipy import stats  # Slow to import.
+
   logits = 2 * np.random.default_rng(size).normal(size=size)
   logits[size // 2] = -np.inf
   numbers, pairs = jnp.arange(50_000), jnp.arange(2)
@@ -63,7 +64,7 @@ def test_neighbouring_draws_are_independent(size, vary):
   bins = np.where(expected < 5, expected.argmax(), np.arange(size**2))
   observed, expected = (np.bincount(bins, x, minlength=size**2) for x in (count, expected))
   kept = expected > 0
-  assert scipy.stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
+  assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
 
 
 def test_temperature_zero_takes_the_likeliest():

@@ -174,7 +174,7 @@ def test_layers_of_stages_with_experts_come_in_their_order():
   staged = shrunk(name, repeats=4, pipeline=pipeline)
   assert layout_of(staged.module).order == (0, 2, 1, 3)
   got = logged(staged, {"pipeline": 2, "expert": 2}, data)[2]
-  plain = shrunk(name, repeats=4)
+  plain = shrunk(name, scan=True, repeats=4)
   expected = logged(plain, {"data": 1}, data, num_microbatches=4)[2]
   assert_same(got, expected)
   assert len(set(expected["weight_norm"]["attention.output"])) == 5

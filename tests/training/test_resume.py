@@ -23,7 +23,7 @@ def flags(folder, steps, *more):
 
 def on_text(folder, path, steps, *more):
   """A batch of 8 of 110 rows: the first epoch ends in step 14."""
-  own = (f"--fdl.DATA_PATH={path}", "--fdl.NUM_LAYERS=2", f"--fdl.MAX_STEPS={steps}")
+  own = (f"--fdl.DATA_PATH={path}", f"--fdl.MAX_STEPS={steps}")
   return (*TEXT, *own, f"--job_log_dir={folder}", *more)
 
 

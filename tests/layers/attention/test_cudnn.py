@@ -62,7 +62,11 @@ def test_it_is_the_fused_kernel_without_a_mask_in_memory(h200, options):
   assert hlo.num_calls(text, "__cudnn$fmhaSoftmax") == 1
   assert hlo.num_calls(text, "__cudnn$fmhaSoftmaxBackward") == 1
   assert "256,256" not in text
-  assert "__cudnn" not in program(kernels.xla, **options)
+
+
+@pytest.mark.slow
+def test_another_kernel_is_none_of_cudnn(h200):
+  assert "__cudnn" not in program(kernels.xla, packed=True)
 
 
 def program_on(sizes, *, kv_heads, length=256, packed=True):
