@@ -4,6 +4,7 @@
 import gguf
 import numpy as np
 import pytest
+from helpers import exports
 from helpers.hf_families import LLAMA3_SCALING, YARN
 from helpers.hf_models import save_random
 from helpers.tiny_tokenizers import TEXTS, large, sentencepiece
@@ -69,34 +70,10 @@ def test_transformers_computes_the_same_from_the_file(tmp_path, name):
   )
 
 
-def rounded(value, kind):
-  """A matrix as a format of ggml keeps it, by its published rule."""
-  import ml_dtypes
-
-  if kind != "Q8_0":
-    return value.astype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}[kind]).astype(np.float32)
-  blocks = value.reshape(-1, 32)
-  scale = np.abs(blocks).max(1, keepdims=True) / 127
-  numbers = np.sign(blocks) * np.floor(np.abs(blocks / scale) + 0.5)
-  return (numbers * scale.astype(np.float16).astype(np.float32)).reshape(value.shape)
-
-
-@pytest.mark.parametrize(
-  ("kind", "flags"),
-  [
-    ("Q8_0", ["--to_format=gguf_q8_0"]),
-    ("F16", ["--to_format=gguf", "--dtype=float16"]),
-    ("BF16", ["--to_format=gguf", "--dtype=bfloat16"]),
-  ],
-)
-def test_matrices_are_rounded_and_vectors_are_not(tmp_path, kind, flags):
-  import torch
-
-  theirs = exported(tmp_path, "llama", *flags, **WIDE)
-  with torch.no_grad():
-    for parameter in theirs.parameters():
-      if parameter.ndim > 1:
-        parameter.copy_(torch.tensor(rounded(parameter.numpy(), kind)))
+@pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16"])
+def test_matrices_are_rounded_and_vectors_are_not(tmp_path, kind):
+  theirs = exported(tmp_path, "llama", *exports.GGUF[kind], **WIDE)
+  exports.round_matrices(theirs, kind)
   np.testing.assert_allclose(logits(reloaded(tmp_path)), logits(theirs), atol=1e-5)
   stored = {
     str(tensor.name): tensor for tensor in gguf.GGUFReader(tmp_path / "out/model.gguf").tensors
