@@ -101,7 +101,7 @@ def main() -> int:
       round_matrices(model, kind)
       read = reloaded(folder / kind, gguf_file="model.gguf")
       found[f"gguf, {kind}"] = of_transformers(model), read
-  print("| format | largest logit | difference of the file that was read | of the rounding |")
+  print("| format | largest logit | difference of what was read | difference by rounding |")
   print("|---|---:|---:|---:|")
   for form, (expected, read) in found.items():
     largest, off = np.abs(expected).max(), np.abs(read - expected).max()
