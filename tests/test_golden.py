@@ -9,11 +9,11 @@ adds an alias.
 import json
 import pathlib
 import shutil
-import tarfile
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import archives
 from helpers.program import run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -35,8 +35,7 @@ def records(folder: pathlib.Path, kind: str) -> dict[int, dict[str, Any]]:
 )
 def test_an_older_run_is_evaluated_and_resumed(archive, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(GOLDEN)  # The run names its text relative to it.
-  with tarfile.open(archive) as files:
-    files.extractall(tmp_path, filter="data")
+  archives.extract(archive, tmp_path)
   (folder,) = tmp_path.iterdir()
   losses, evaluations = records(folder, "train"), records(folder, "eval")
   assert len(losses) == 4 and len(evaluations) == 2

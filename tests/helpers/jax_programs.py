@@ -3,12 +3,12 @@
 
 import pathlib
 import shutil
-import tarfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from helpers.archives import extract as extract_archive
 from helpers.hf_models import imported, logits
 from paxlike.convert.main import run
 
@@ -22,8 +22,7 @@ def archives(program: str) -> list[str]:
 
 def extract(program: str, name: str, to: pathlib.Path) -> pathlib.Path:
   """Returns the folder of a run, which is made in `to`."""
-  with tarfile.open(GOLDEN / program / f"{name}.tar.xz") as files:
-    files.extractall(to, filter="data")
+  extract_archive(GOLDEN / program / f"{name}.tar.xz", to)
   return to / name
 
 
