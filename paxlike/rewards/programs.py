@@ -22,8 +22,11 @@ _FILE_BYTES = 2**20
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 # Each test is run in the namespace of the code; what a test defines, later ones see.
 _PROGRAM = """
-import json, os, resource, signal, sys
+import ctypes, json, os, resource, signal, sys
 code, tests, token, limits = json.load(sys.stdin)
+if sys.platform == "linux":
+  clone_newuser, clone_newnet = 0x10000000, 0x40000000
+  ctypes.CDLL(None).unshare(clone_newuser | clone_newnet)
 signal.alarm(limits["RLIMIT_CPU"] + 1)
 for kind, value in limits.items():
   resource.setrlimit(getattr(resource, kind), (value, value))
@@ -50,9 +53,10 @@ class PythonTests:
 
   The code is that in the last ```` ``` ```` block, else the whole answer. Tests are a list of
   statements such as "assert add(1, 2) == 3". They run in a process of their own with limits of
-  time, memory and file sizes, an empty environment and an empty working directory. This does not
-  stop code that reads files, uses the network, or looks for a way to claim that its tests pass: run
-  such models in a container. Therefore the environment variable PAXLIKE_ALLOW_CODE must be 1.
+  time, memory and file sizes, an empty environment and an empty working directory, and without a
+  network if Linux lets users make namespaces. This does not stop code that reads or writes files,
+  or looks for a way to claim that its tests pass: run such models in a container. Therefore the
+  environment variable PAXLIKE_ALLOW_CODE must be 1.
   """
 
   def __call__(self, answer: str, record: Mapping[str, Any]) -> float:

@@ -2,6 +2,8 @@
 """Rewards of answers, and the processes that compute them."""
 
 import functools
+import socket
+import subprocess
 import sys
 import time
 
@@ -121,6 +123,16 @@ def test_a_program_is_rewarded_by_the_tests_that_it_passes(monkeypatch):
   assert time.monotonic() - began < 30
   with pytest.raises(UserError, match="no `tests`"):
     python_tests(code, {"tests": "assert True"})
+
+
+def test_a_program_has_no_network_where_linux_allows_that(monkeypatch):
+  monkeypatch.setenv("PAXLIKE_ALLOW_CODE", "1")
+  unshare = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x50000000) != 0)"
+  if subprocess.run([sys.executable, "-c", unshare], check=False).returncode:
+    pytest.skip("users may not make namespaces here")
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    code = f"import socket\nsocket.create_connection({server.getsockname()}, 1)"
+    assert PythonTests()(code, {"tests": ["pass"]}) == 0
 
 
 def test_a_reward_may_be_an_object():
