@@ -2,7 +2,9 @@
 """The losses that a session trains on."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from paxlike.errors import UserError
 
@@ -13,6 +15,20 @@ if TYPE_CHECKING:
 # [B, T]: `weights`, `advantages` and `old_log_probabilities`; `values` of a value head; and if all
 # answers have them, their `returns`, and their `values` as `old_values`.
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
+
+
+class LossResult(NamedTuple):
+  """What `Session.forward_backward` returns.
+
+  Attributes:
+    loss: The loss.
+    log_probabilities: Of the tokens of each answer, before the update.
+    metrics: Means of the metrics that the loss returns.
+  """
+
+  loss: float
+  log_probabilities: list[np.ndarray]
+  metrics: dict[str, float]
 
 
 class Losses:

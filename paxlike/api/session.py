@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from paxlike import root_graph, run_folder, run_mode
 from paxlike.api import error_messages, model
-from paxlike.api.losses import Loss, Losses
+from paxlike.api.losses import Loss, Losses, LossResult
 from paxlike.api.run import make, name_of
 from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.config import knob_text
@@ -22,20 +22,6 @@ from paxlike.processes import work_report
 if TYPE_CHECKING:
   from paxlike.experiment import Experiment
   from paxlike.training.reinforcement.answers import Answer, Packed
-
-
-class LossResult(NamedTuple):
-  """What `Session.forward_backward` returns.
-
-  Attributes:
-    loss: The loss.
-    log_probabilities: Of the tokens of each answer, before the update.
-    metrics: Means of the metrics that the loss returns.
-  """
-
-  loss: float
-  log_probabilities: list[np.ndarray]
-  metrics: dict[str, float]
 
 
 class Session:

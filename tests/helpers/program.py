@@ -82,6 +82,10 @@ def finish(process: subprocess.Popen, *, timeout: float = 300) -> tuple[int, str
 
 def curve(folder: pathlib.Path, kind: str = "train") -> list[tuple[int, float]]:
   """Returns (updates, loss) of every record of a run."""
+  return [(one["updates"], one["loss"]) for one in records(folder, kind)]
+
+
+def records(folder: pathlib.Path, kind: str = "train") -> list[dict]:
+  """Returns the records of a kind in the metrics of a run."""
   lines = (folder / "metrics.jsonl").read_text().splitlines()
-  records = [json.loads(line) for line in lines]
-  return [(r["updates"], r["loss"]) for r in records if r["kind"] == kind]
+  return [record for record in map(json.loads, lines) if record["kind"] == kind]

@@ -5,136 +5,17 @@ import json
 import shutil
 import socket
 
-import jax
 import numpy as np
 import pytest
 from helpers.program import finish, run, start
+from helpers.program import records as train_records
 
-import paxlike
 from paxlike.checkpoints.run_checkpoints import Checkpoints
-from paxlike.config import building, graph_file
 from paxlike.convert.main import run as convert
 from paxlike.convert.safetensors_files import TensorFolder
-from paxlike.devices.mesh import MeshSpec
-from paxlike.planning import model_sizes
-from paxlike.training.reinforcement.model_reward import AnswerScorer, ModelReward
 from paxlike.training.reinforcement.policy_training import PolicyTraining
 
-TASK = """
-from paxlike.experiments.datasets import RewardPairs
-from paxlike.experiments.llama import Llama
-from paxlike.experiments.reinforcement import PromptFiles
-
-class Tiny(Llama):
-  VOCAB_SIZE = 257
-  NUM_LAYERS = 1
-  MODEL_DIMS = 32
-  HIDDEN_DIMS = 64
-  NUM_HEADS = 2
-  NUM_KV_HEADS = 2
-  FPROP_DTYPE = "float32"
-  PERCORE_BATCH_SIZE = 2
-  LEARNING_RATE = 0.02
-  LR_SCHEDULE = "constant"
-  SUMMARY_INTERVAL_STEPS = 1
-  EVAL_INTERVAL_STEPS = 0
-
-class Judge(RewardPairs, Tiny):
-  MAX_SEQ_LEN = 160
-  MODEL_DIMS = 48
-  CHAT_TEMPLATE = "chatml"
-  TRAIN_SHARE = 1.0
-  EMA_HALF_LIVES = (2.0,)
-  CHECKPOINT_EVERY_N_STEPS = 2
-  MAX_STEPS = 3
-
-class Letters(PromptFiles, Tiny):
-  MAX_SEQ_LEN = 24
-  REWARD = "letters_reward.letters"
-  REWARD_WORKERS = 2
-  PROMPTS_PER_STEP = 2
-  GROUP_SIZE = 8
-  MAX_PROMPT_TOKENS = 8
-  MAX_NEW_TOKENS = 6
-  MAX_STEPS = 6
-"""
-
 PPO = ("--fdl.ADVANTAGES=gae",)
-
-REWARD = """
-def letters(answer, record):
-  small = sum(one.islower() for one in answer) / 6
-  return {"small": small, "wanted": answer.count(record["answer"]) / 6}
-"""
-
-
-@pytest.fixture
-def letters(tmp_path, monkeypatch):
-  """Runs the experiment above; its files are in `tmp_path`."""
-  (tmp_path / "letters_task.py").write_text(TASK)
-  (tmp_path / "letters_reward.py").write_text(REWARD)
-  monkeypatch.syspath_prepend(str(tmp_path))
-  data = tmp_path / "prompts.jsonl"
-  records = [{"prompt": f"say {one}: ", "answer": one} for one in "abcde"]
-  data.write_text("".join(f"{json.dumps(one)}\n" for one in records))
-
-  def go(folder, *more):
-    own = ("--fdl_config=letters_task.Letters", f"--fdl.DATA_PATH={data}")
-    return run(*own, f"--job_log_dir={tmp_path / folder}", *more)
-
-  return go
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-  """The run of a reward model, with checkpoints 2 and 3."""
-  folder = tmp_path_factory.mktemp("judge")
-  (folder / "judge_task.py").write_text(TASK)
-  pairs = [{"prompt": f"say {i}: ", "chosen": "a" * i, "rejected": "Z"} for i in range(1, 9)]
-  (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in pairs))
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(folder))
-    given = ("--fdl_config=judge_task.Judge", f"--fdl.DATA_PATH={folder / 'pairs.jsonl'}")
-    assert run(*given, f"--job_log_dir={folder / 'run'}") == 0
-  return folder / "run"
-
-
-def on_one_device(judge):
-  """Returns a scorer on one device, and its mesh."""
-  devices = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
-  model = ModelReward(path=str(judge))
-  return AnswerScorer(model, devices, batch_size=1, compiler_options={}), devices
-
-
-@pytest.fixture
-def scored(judge, monkeypatch):
-  """Checks that the reward model of a run has scored as on one device, and as in Python."""
-  monkeypatch.syspath_prepend(str(judge.parent))
-  found, score = [], AnswerScorer.__call__
-
-  def recorded(self, conversations):
-    scores = score(self, conversations)
-    found.extend(zip([messages for messages, _ in conversations], *scores, strict=True))
-    return scores
-
-  monkeypatch.setattr(AnswerScorer, "__call__", recorded)
-
-  def compare():
-    talks, rewards, were_cut = zip(*found, strict=True)
-    assert len(set(rewards)) > 10 and not any(were_cut)
-    in_python = paxlike.load(judge, allow_modules=["judge_task"]).rewards(talks)
-    np.testing.assert_allclose(rewards, in_python, rtol=1e-5, atol=1e-6)
-    scorer, devices = on_one_device(judge)
-    with jax.set_mesh(devices):
-      alone = [score(scorer, [(talk, {})])[0][0] for talk in talks]  # In a batch of its own.
-    np.testing.assert_allclose(rewards, alone, rtol=1e-5, atol=1e-6)
-
-  return compare
-
-
-def rewards(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines if '"kind": "train"' in line]
 
 
 def final_state(folder, step):
@@ -150,7 +31,7 @@ def test_it_learns_and_the_sampled_log_probabilities_are_those_of_training(
 ):
   more = (f"--fdl.EVAL_DATA_PATH={tmp_path / 'prompts.jsonl'}", "--fdl.MAX_STEPS=40")
   assert letters("run", *more, "--fdl.ICI_MESH_SHAPE=[2,2,2]") == 0
-  records = rewards(tmp_path / "run")
+  records = train_records(tmp_path / "run")
   assert np.mean([one["reward"] for one in records[-5:]]) > 0.5
   assert records[0]["reward"] < 0.2
   assert all(one["log_probability_gap"] == 0 for one in records)
@@ -177,7 +58,7 @@ def test_what_a_folder_names_as_the_reward_is_not_called(letters, tmp_path, caps
 @pytest.mark.slow
 def test_epochs_are_of_prompts(letters, tmp_path):
   assert letters("run", "--fdl.NUM_EPOCHS=1") == 0
-  assert len(rewards(tmp_path / "run")) == 3  # Of 5 prompts, two in each step.
+  assert len(train_records(tmp_path / "run")) == 3  # Of 5 prompts, two in each step.
 
 
 @pytest.mark.slow
@@ -196,7 +77,7 @@ def test_prompts_of_which_nothing_is_learned_are_replaced(letters, tmp_path, mon
   more = ("--fdl.REWARD=picky_reward.picky", "--fdl.MAX_PROMPTS_PER_STEP=5")
   assert letters("run", *more, "--fdl.MAX_STEPS=2") == 0
   assert [sorted(one) for one in trained] == [["b"] * 8 + ["d"] * 8] * 2
-  for record in rewards(tmp_path / "run"):
+  for record in train_records(tmp_path / "run"):
     assert record["log_probability_gap"] == 0
     assert 2 <= record["prompts_tried"] <= 5
     share = (record["prompts_tried"] - 2) / record["prompts_tried"]
@@ -228,7 +109,10 @@ def test_resuming_is_exact(letters, judge, tmp_path, capsys, more):
     if later.exists():  # The run of the reward model goes on meanwhile.
       later.rename(newest)
   whole, parts = (
-    [{n: x for n, x in one.items() if not any(t in n for t in TIMED)} for one in rewards(folder)]
+    [
+      {n: x for n, x in one.items() if not any(t in n for t in TIMED)}
+      for one in train_records(folder)
+    ]
     for folder in (tmp_path / "whole", tmp_path / "parts")
   )
   assert parts == whole
@@ -243,57 +127,6 @@ def test_resuming_is_exact(letters, judge, tmp_path, capsys, more):
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_on_any_mesh_as_it_does_alone(
-  letters, judge, scored, tmp_path, capsys
-):
-  more = ("--fdl.REWARD=none", f"--fdl.REWARD_MODEL={judge}", "--fdl.MAX_PROMPTS_PER_STEP=3")
-  more += (f"--fdl.EVAL_DATA_PATH={tmp_path / 'prompts.jsonl'}", "--fdl.MAX_STEPS=2")
-  assert letters("run", *more, "--fdl.ICI_MESH_SHAPE=[2,2,2]") == 0
-  scored()
-  for record in rewards(tmp_path / "run"):
-    assert record["reward"] == pytest.approx(record["reward/reward_model"], rel=1e-6) != 0
-    assert record["reward_model_cut_fraction"] == 0
-  result = json.loads(next((tmp_path / "run" / "eval_out").rglob("*2.json")).read_text())
-  assert result["num_examples"] == 5 and result["reward"] != 0
-  made = building.build(graph_file.read(tmp_path / "run" / "config.json"))
-  given = {"seq_len": 24, "beside": made.models_beside}
-  sizes = model_sizes.of_definition(made.definition, made.optimizer, **given)
-  assert sum(one.size for one in sizes.beside) == made.rollouts.reward_model.definition.num_params
-
-  shutil.copytree(judge, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
-  shutil.copytree(judge, tmp_path / "damaged")
-  for file in (tmp_path / "damaged" / "checkpoints").rglob("*"):
-    if file.is_file() and (size := file.stat().st_size) > 10_000:
-      file.write_bytes(file.read_bytes()[: size // 2] + bytes(size - size // 2))
-  for to, folder, flags, message in (
-    ("new", tmp_path / "no", (), "has no config.json: give the folder of a run of a reward model"),
-    ("new", tmp_path / "run", (), "is a Decoder, not a reward model"),
-    ("new", tmp_path / "empty", (), "no checkpoint"),
-    ("new", tmp_path / "damaged", (), "is damaged"),
-    ("new", judge, ("--fdl.REWARD_MODEL_STEP=1",), "no checkpoint 1 in"),
-    ("new", judge, ("--fdl.MAX_NEW_TOKENS=153", "--fdl.MAX_SEQ_LEN=170"), "MAX_SEQ_LEN=160"),
-    ("run", judge, ("--fdl.REWARD_MODEL_STEP=2",), "is not the reward model of the steps so far"),
-  ):
-    capsys.readouterr()
-    given = (f"--fdl.REWARD_MODEL={folder}", "--fdl.MAX_STEPS=3", *flags)
-    assert letters(to, *more, *given) == 2
-    error = capsys.readouterr().err
-    assert f"REWARD_MODEL={folder}" in error and message in error and "Traceback" not in error
-  assert not (tmp_path / "new" / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_of_a_conversation_that_is_too_long_the_beginning_is_scored(judge):
-  scorer, devices = on_one_device(judge)
-  asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 200}
-  with jax.set_mesh(devices):
-    (long, short), cut = scorer([([asked, said], {}), ([asked, said | {"content": "b"}], {})])
-    assert cut == [True, False] and long != short
-    # What is cut off does not count.
-    assert scorer([([asked, said | {"content": "b" * 300}], {})]) == ([long], [True])
-
-
-@pytest.mark.slow
 def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
   letters, tmp_path, capsys
 ):
@@ -302,7 +135,7 @@ def test_a_value_head_is_trained_beside_adapters_and_used_by_nothing_else(
   tuned = (*short, restored, "--fdl.USE_LORA=True", "--fdl.KL_BETA=0.1")
   assert letters("base", *short) == 0
   assert letters("tuned", *tuned) == 0
-  first, last = rewards(tmp_path / "tuned")
+  first, last = train_records(tmp_path / "tuned")
   assert first["reference_kl"] == 0 != last["reference_kl"]  # The reference is the base.
   assert first["log_probability_gap"] == last["log_probability_gap"] == 0
   weights = final_state(tmp_path / "tuned", 2)
@@ -398,7 +231,7 @@ def test_two_processes_take_the_steps_of_one_and_resume(judge, tmp_path):
   for steps in (2, 4):
     for status, err in job(tmp_path / "two", *flags, f"--fdl.num_steps={steps}", count=2):
       assert status == 0, err
-  one, two = (rewards(tmp_path / name) for name in ("one", "two"))
+  one, two = (train_records(tmp_path / name) for name in ("one", "two"))
   assert len(one) == len(two) == 4
   for mine, other in zip(two, one, strict=True):
     for name in ("loss", "grad_norm", "reward", "entropy", "answer_tokens", "reward/reward_model"):
@@ -420,7 +253,7 @@ def test_processes_agree_on_random_rewards_and_time_outs_and_end_on_the_same_err
   flags += ("--fdl.CHECK_REPLICAS_EVERY=1", "--fdl.ROLLOUTS_BEHIND=1")
   for status, err in job(tmp_path / "run", *flags, "--fdl.num_steps=2", count=2):
     assert status == 0, err
-  assert [one["reward_timeouts"] for one in rewards(tmp_path / "run")] == [1, 0]
+  assert [one["reward_timeouts"] for one in train_records(tmp_path / "run")] == [1, 0]
   (tmp_path / "fail").touch()
   for status, err in job(tmp_path / "run", *flags, "--fdl.num_steps=4", count=2):
     assert status == 2, err
