@@ -7,9 +7,13 @@ when it ends. It reads {name: {"experiment": ..., "flags": {KNOB: value}}} as JS
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import experiments
+
+if TYPE_CHECKING:
+  from paxlike.experiment import Experiment
+  from paxlike.training.trainer import Trainer
 
 
 def arguments(knobs: dict[str, Any]) -> list[str]:
@@ -19,9 +23,13 @@ def arguments(knobs: dict[str, Any]) -> list[str]:
 
 def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
   """Returns sizes, optimizer and FLOPs of an experiment, as a peer needs them."""
+  return facts_of(*experiments.build(name, arguments(knobs)))
+
+
+def facts_of(experiment: "Experiment", trainer: "Trainer") -> dict[str, Any]:
+  """Returns the same of an experiment that is built."""
   from paxlike.layers import flops
 
-  experiment, trainer = experiments.build(name, arguments(knobs))
   read: Any = experiment
   per_token = flops.per_token(trainer.definition, read.MAX_SEQ_LEN)
   hidden = read.HIDDEN_DIMS
@@ -31,6 +39,8 @@ def facts(name: str, knobs: dict[str, Any]) -> dict[str, Any]:
     "heads": read.NUM_HEADS,
     "head": read.head_dim(),
     "ffn": 4 * read.MODEL_DIMS if hidden is None else hidden,
+    "experts": getattr(read, "NUM_EXPERTS", 0),
+    "experts_per_token": getattr(read, "NUM_EXPERTS_PER_TOKEN", 0),
     "vocab": read.VOCAB_SIZE,
     "time": read.MAX_SEQ_LEN,
     "init_std": read.INIT_STD,

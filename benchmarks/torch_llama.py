@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peer of LLaMA in benchmarks/gpu.py: transformers' model, and peft's adapters.
+"""The peer of LLaMA and Mixtral: transformers' model, and peft's adapters.
 
 Random weights, nothing recomputed. Adapters are of all seven linear maps of a block. All weights
 are of the experiment's dtype, and AdamW's moments too; peft would make adapters float32, which is
@@ -52,18 +52,28 @@ def make(
   Raises:
     ValueError: It would train another number of parameters.
   """
-  config = transformers.LlamaConfig(
+  kind, experts = transformers.LlamaConfig, {}
+  if facts["experts"]:
+    kind = transformers.MixtralConfig
+    experts = {
+      "num_local_experts": facts["experts"],
+      "num_experts_per_tok": facts["experts_per_token"],
+      "sliding_window": None,
+    }
+  config = kind(
     vocab_size=facts["vocab"],
     hidden_size=facts["model"],
     intermediate_size=facts["ffn"],
     num_hidden_layers=facts["layers"],
     num_attention_heads=facts["heads"],
+    num_key_value_heads=facts["heads"],
     head_dim=facts["head"],
     max_position_embeddings=facts["time"],
     rms_norm_eps=facts["norm_epsilon"],
     rope_parameters={"rope_type": "default", "rope_theta": facts["rope_theta"]},
     initializer_range=facts["init_std"],
     tie_word_embeddings=False,
+    **experts,
   )
   transformers.AttentionInterface.register("causal", causal)
   dtype = getattr(torch, facts["weight_dtype"])

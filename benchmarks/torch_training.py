@@ -34,7 +34,9 @@ def run(make: Callable[[dict[str, Any], torch.device], torch.nn.Module], **versi
   module = make(task.facts, device)
   # On CPUs compiling would take longer than all else, and there is no speed to be told.
   compiled: Any = torch.compile(module, mode=task.case["mode"]) if task.gpu else module
-  training = Training(module, compiled, task, device)
+  training = Training(
+    module, compiled, task.facts, device, batch_size=task.case["batch"], casts=True
+  )
   with attention.sdpa_kernel(BACKENDS, set_priority=True):
     times = gpu_timing.measure(training.step, training.wait, task)
   step = sorted(times.groups)[len(times.groups) // 2]
@@ -56,11 +58,21 @@ def run(make: Callable[[dict[str, Any], torch.device], torch.nn.Module], **versi
 class Training:
   """Steps of AdamW on random tokens; attributes as of gpu_ours.Run."""
 
-  def __init__(self, module: torch.nn.Module, compiled: Any, task: Any, device: torch.device):
-    facts, self._device = task.facts, device
+  def __init__(
+    self,
+    module: torch.nn.Module,
+    compiled: Any,
+    facts: dict[str, Any],
+    device: torch.device,
+    *,
+    batch_size: int,
+    casts: bool,
+  ):
+    """`casts` are those of float32 weights to bfloat16."""
+    self._device = device
     self._loss_of, self._clip_norm = compiled, facts["clip_norm"]
     self._weights = [weight for weight in module.parameters() if weight.requires_grad]
-    self._casts = self._weights[0].dtype == torch.float32
+    self._casts = casts and self._weights[0].dtype == torch.float32
     self._optimizer = torch.optim.AdamW(
       self._weights,
       lr=facts["learning_rate"],
@@ -72,7 +84,7 @@ class Training:
     wanted = facts["weight_dtype"], facts["moment_dtype"]
     if set(wanted) != {_name(self._weights[0])}:
       raise ValueError(f"torch has moments of the weights' dtype, not {' and '.join(wanted)}")
-    shape = (gpu_timing.BATCHES, task.case["batch"], facts["time"] + 1)
+    shape = (gpu_timing.BATCHES, batch_size, facts["time"] + 1)
     tokens = torch.randint(facts["vocab"], shape, device=device)
     self._batches = itertools.cycle(
       (row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in tokens

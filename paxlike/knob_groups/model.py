@@ -49,7 +49,7 @@ class ModelKnobs(Knobs):
   #: Activations saved for the backward pass; the rest is recomputed. OFFLOAD_...: in host memory.
   CHECKPOINT_POLICY: Policy = "SAVE_EVERYTHING"
   #: Attention kernel. auto: ring if the mesh axis context is larger than 1 and scores have no bias,
-  #: else cudnn or splash if supported, xla on CPUs, else xla_chunked.
+  #: else cudnn, splash or flash_cpu if supported, else xla on CPUs and xla_chunked elsewhere.
   ATTENTION_KERNEL: layers.KernelName = "auto"
   #: Maximum number of documents per packed sequence with cudnn attention.
   MAX_SEGMENTS_PER_ROW: ranges.Size = 64

@@ -12,6 +12,7 @@ from paxlike.layers.attention.cache import IndexedLatentCache, KvCache, LatentCa
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import cudnn
+from paxlike.layers.attention.flash_cpu import flash_cpu
 from paxlike.layers.attention.indexer import Indexer
 from paxlike.layers.attention.kernel_table import KERNELS, KernelName
 from paxlike.layers.attention.kernels import xla
@@ -136,6 +137,7 @@ __all__ = [
   "cross_entropy",
   "cudnn",
   "dispatch",
+  "flash_cpu",
   "gathered",
   "gaussian",
   "gaussian_fan_in",

@@ -12,7 +12,7 @@ from paxlike.config.configurable import configurable
 from paxlike.layers import module
 from paxlike.layers.linear import as_matrix
 from paxlike.layers.lora import EmbeddingLora
-from paxlike.layers.precision import float32_sums
+from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
 
 
@@ -65,7 +65,9 @@ class Embedding(module.Module):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    table_DV = self.table[...].astype(self.dtype).T
+    table_VD = self.table[...].astype(self.dtype)
+    native = self.dtype == jnp.bfloat16 and cpu_dots.on_cpu()
+    table_DV = cpu_dots.transposed(table_VD) if native else table_VD.T
     tokens = as_matrix(x.astype(self.dtype))
     logits: Any = matmul(tokens, table_DV) if tokens.ndim == 2 else jnp.dot(tokens, table_DV)
     if self.lora is not None:

@@ -2,13 +2,15 @@
 """The update of a training state by the gradients of a step."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from paxlike.devices import topology
 from paxlike.layers.attention import qk_clip
 from paxlike.layers.module import Definition, Params
 from paxlike.layers.precision.rounding import in_dtype
@@ -64,13 +66,21 @@ def update(
     spike, kept, scale, guard = optimizer.guard.judge(guard, loss, norm)
     metrics["spike"] = spike.astype(jnp.float32)
     keep, grads = keep & kept, {name: scale * x for name, x in grads.items()}
-  new = _updated(definition, optimizer, state, grads, new_extra)
-  old = (state.params, state.extra, state.opt_state)
+  own: Any = {name: spec.update for name, spec in definition.weights.items()}
+  new_extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
+
+  def updated() -> tuple[Params, Params, Any]:
+    params, opt_state = _updated(definition, optimizer, state, grads, new_extra)
+    return params, new_extra, opt_state if is_last else _with_counts(opt_state, state.opt_state)
+
+  def skipped() -> tuple[Params, Params, Any]:
+    return state.params, state.extra, _counted(state.opt_state) if is_last else state.opt_state
+
   with jax.named_scope("optimizer"):
-    params, extra, opt_state = _where(keep, new, old, counts=is_last)
+    params, extra, opt_state = _either(keep, updated, skipped)
   rate: Any = optimizer.learning_rate(state.step)
   metrics |= {"skipped": jnp.where(keep, 0.0, 1.0), "learning_rate": rate}
-  if (largest := qk_clip.largest(new[1])) is not None:
+  if (largest := qk_clip.largest(new_extra)) is not None:
     metrics["max_attention_logit"] = largest
   new_state = dataclasses.replace(
     state,
@@ -84,15 +94,14 @@ def update(
   return with_same_shardings(definition, optimizer, new_state), metrics
 
 
-@jax.named_scope("optimizer")
 def _updated(
   definition: Definition,
   optimizer: Optimizer,
   state: TrainState,
   grads: Params,
-  new_extra: Params,
-) -> tuple[Params, Params, Any]:
-  """Returns (params, non-trainable state, optimizer state)."""
+  extra: Params,
+) -> tuple[Params, Any]:
+  """Returns (params, optimizer state); `extra` is the non-trainable state after the step."""
   trained_grads, params = definition.optimized(grads), definition.optimized(state.params)
   transform = optimizer.transformation(definition)
   updates, opt_state = transform.update(trained_grads, state.opt_state, params)
@@ -103,26 +112,41 @@ def _updated(
   )
   own = {name: spec.update for name, spec in definition.weights.items() if spec.update is not None}
   new |= {name: own[name](old, grads[name]) for name, old in state.params.items() if name in own}
-  extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
   new = qk_clip.clipped(definition, new, extra)
   if optimizer.observe is not None:
     seen = jax.tree.map(lambda w: w.astype(jnp.float32), definition.optimized(new))
     opt_state = optimizer.observe(opt_state, seen, state.step - state.skipped)
-  return new, extra, opt_state
+  return new, opt_state
 
 
-def _where(keep: jax.Array, new: Any, old: Any, *, counts: bool) -> Any:
-  """Returns the new state if `keep`, else the old one; schedules count the step if `counts`."""
+def _either(keep: jax.Array, updated: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
+  """Returns updated() if `keep`, else skipped()."""
+  if topology.devices()[0].platform == "cpu":
+    # With a choice for each element, XLA for CPUs would copy the moments: it computes weights and
+    # moments in separate loops over the old moments, in no order.
+    return jax.lax.cond(keep, updated, skipped)
+  # GPUs would wait for the host to read a condition.
+  return jax.tree.map(functools.partial(jnp.where, keep), updated(), skipped())
 
-  def is_schedule(node: Any) -> bool:
-    return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
 
-  def chosen(one: Any, other: Any) -> Any:
-    if is_schedule(one):
-      return one if counts else other
-    return jnp.where(keep, one, other)
+def _is_schedule(node: Any) -> bool:
+  return getattr(node, "_fields", ()) == ("count",)  # Optax's states of rates and weight decays.
 
-  return jax.tree.map(chosen, new, old, is_leaf=is_schedule)
+
+def _counted(opt_state: Any) -> Any:
+  """Returns the optimizer's state with one more step in its schedules."""
+
+  def counted(node: Any) -> Any:
+    return node._replace(count=optax.safe_increment(node.count)) if _is_schedule(node) else node
+
+  return jax.tree.map(counted, opt_state, is_leaf=_is_schedule)
+
+
+def _with_counts(opt_state: Any, counts: Any) -> Any:
+  """Returns the optimizer's state with the schedules of another one."""
+  return jax.tree.map(
+    lambda one, other: other if _is_schedule(one) else one, opt_state, counts, is_leaf=_is_schedule
+  )
 
 
 def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:

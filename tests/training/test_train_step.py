@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 from helpers.steps import ONE, assert_same, one_device, steps
 from helpers.tiny_model import SEQ_LEN, VOCAB, adamw, batch, tiny
 from jax._src.ad_checkpoint import saved_residuals  # Has no public name any more.
@@ -137,6 +138,18 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
     if not np.array_equal(old, new):
       counts.append((jax.tree_util.keystr(path), int(old), int(new)))
   assert counts == [("[1][3].count", 1, 2)]  # The schedule's: rates are those of steps.
+
+
+def test_a_step_updates_weights_and_moments_in_place():
+  optimizer, definition = adamw(), tiny()
+  built = ONE.build(jax.devices()[:1])
+  with jax.set_mesh(built):
+    state = train_state.abstract(definition, optimizer, built)
+    step = jax.jit(make_train_step(definition, optimizer, seed=1), donate_argnums=0)
+    program = hlo.text(step, state, batch())
+  found = {one.name: one for one in hlo.instructions(program)}
+  copied = [found[one.operands[0]] for one in found.values() if one.operation == "copy"]
+  assert not [one.name for one in copied if one.operation == "parameter" and one.outputs[0].dims]
 
 
 def test_a_first_step_that_is_not_finite_is_in_no_average():

@@ -13,6 +13,7 @@ from paxlike.devices import mesh, topology
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import COUNTS_KEY_HEADS, MAX_SEGMENTS, cudnn, has_widths
+from paxlike.layers.attention.flash_cpu import flash_cpu
 from paxlike.layers.attention.kernels import AttentionOptions, Requirements, name_of, xla
 from paxlike.layers.attention.splash import splash
 
@@ -66,8 +67,8 @@ def best(requirements: Requirements, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
   ring if sequences are sharded (context > 1) and there is no bias; else cudnn on NVIDIA GPUs from
-  Ampere on, splash on TPUs and xla on CPUs; xla_chunked if that kernel does not meet the
-  requirements, and on other devices.
+  Ampere on, splash on TPUs and flash_cpu on CPUs; if that kernel does not meet the requirements,
+  xla on CPUs and else xla_chunked, as on other devices.
   """
   device = place.device
   biased = "bias_NTS" in requirements.extras
@@ -77,7 +78,9 @@ def best(requirements: Requirements, place: Place) -> Callable[..., jax.Array]:
     return cudnn if _suits_cudnn(requirements, device) else xla_chunked
   if topology.has_splash_attention(device):
     return xla_chunked if biased else splash
-  return xla if device.platform == "cpu" else xla_chunked
+  if device.platform == "cpu":
+    return xla if requirements.extras else flash_cpu
+  return xla_chunked
 
 
 def _suits_cudnn(requirements: Requirements, device: Any) -> bool:

@@ -10,12 +10,15 @@ from paxlike.layers.attention.auto import auto
 from paxlike.layers.attention.chunked import xla_chunked
 from paxlike.layers.attention.context_parallel import gathered, ring
 from paxlike.layers.attention.cudnn import cudnn
+from paxlike.layers.attention.flash_cpu import flash_cpu
 from paxlike.layers.attention.kernels import xla
 from paxlike.layers.attention.splash import splash
 from paxlike.layers.attention.tokamax import tokamax
 
 #: The names of `KERNELS`, for annotations.
-KernelName = Literal["auto", "xla", "xla_chunked", "cudnn", "splash", "tokamax", "ring", "gathered"]
+KernelName = Literal[
+  "auto", "xla", "xla_chunked", "flash_cpu", "cudnn", "splash", "tokamax", "ring", "gathered"
+]
 
 
 def _any_device(device: Any) -> bool:
@@ -51,6 +54,7 @@ KERNELS: dict[KernelName, KernelEntry] = {
   "auto": KernelEntry(auto),
   "xla": KernelEntry(xla),
   "xla_chunked": KernelEntry(xla_chunked),
+  "flash_cpu": KernelEntry(flash_cpu),
   "cudnn": KernelEntry(
     cudnn, topology.has_cudnn_attention, "NVIDIA GPUs from Ampere on", is_16_bit=True
   ),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike.devices import mesh, topology
+from paxlike.layers.precision import cpu_dots
 
 _LARGEST_BLOCK = 256
 
@@ -63,7 +64,15 @@ class GroupedForm:
 
       kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype, transposed=True)
       return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, self)
-    return self.outputs(self.mask_unused(dy_MF), w_EDF.swapaxes(1, 2), dtype)
+    return jax.lax.platform_dependent(
+      self.mask_unused(dy_MF),
+      w_EDF,
+      self.sizes_E,
+      cpu=functools.partial(_multiply_blocks, dtype=dtype, axis=-1),
+      default=lambda dy_MF, w_EDF, sizes_E: jax.lax.ragged_dot(
+        dy_MF, w_EDF.swapaxes(1, 2), sizes_E, preferred_element_type=dtype
+      ),
+    )
 
   def to_weights(self, x_MD: jax.Array, dy_MF: jax.Array, dtype: Any) -> jax.Array:
     """Returns the gradient of w, [E, D, F]."""
@@ -171,10 +180,11 @@ def _block_size(num_rows: int, num_groups: int) -> int:
 
 
 def _multiply_blocks(
-  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, dtype: Any
+  x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, *, dtype: Any, axis: int = -2
 ) -> jax.Array:
-  (M, _), (E, _, F) = x_MD.shape, w_EDF.shape
-  size = _block_size(M, E)
+  """Returns rows times matrices; `axis` is the dim of w that is contracted."""
+  M, E, F = len(x_MD), len(w_EDF), w_EDF.shape[-3 - axis]
+  size, sums = _block_size(M, E), cpu_dots.sums_of(dtype)
   blocks_E = -(-sizes_E // size)
   last_blocks_E = jnp.cumsum(blocks_E)
   starts_E = jnp.cumsum(sizes_E) - sizes_E
@@ -184,18 +194,19 @@ def _multiply_blocks(
     e = jnp.searchsorted(last_blocks_E, i, side="right")
     first = starts_E[e] + (i - last_blocks_E[e] + blocks_E[e]) * size
     x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
-    y = jnp.dot(x, w_EDF[e], preferred_element_type=dtype)
+    y = cpu_dots.dot(x, w_EDF[e], axis, dtype=sums)
     # The last block of a group overlaps the next group, which overwrites these rows later.
     return jax.lax.dynamic_update_slice_in_dim(y_MF, y, first, 0)
 
-  return jax.lax.fori_loop(0, last_blocks_E[-1], block, jnp.zeros((M + size, F), dtype))[:M]
+  y_MF = jax.lax.fori_loop(0, last_blocks_E[-1], block, jnp.zeros((M + size, F), sums))
+  return y_MF[:M].astype(dtype)
 
 
 def _multiply_transposed_blocks(
   x_MD: jax.Array, dy_MF: jax.Array, sizes_E: jax.Array, *, dtype: Any
 ) -> jax.Array:
   (M, D), F, E = x_MD.shape, dy_MF.shape[1], len(sizes_E)
-  size = _block_size(M, E)
+  size, sums = _block_size(M, E), cpu_dots.sums_of(dtype)
   x_MD, dy_MF = (jnp.pad(rows, ((0, size), (0, 0))) for rows in (x_MD, dy_MF))
   ends_E = jnp.cumsum(sizes_E)
 
@@ -206,9 +217,9 @@ def _multiply_transposed_blocks(
       x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
       x = jnp.where(own, x, jnp.zeros((), x.dtype))
       dy = jax.lax.dynamic_slice_in_dim(dy_MF, first, size)
-      return dw_DF + jnp.dot(x.T, dy, preferred_element_type=dtype)
+      return dw_DF + cpu_dots.dot(cpu_dots.transposed(x), dy, -2, dtype=sums)
 
-    zero = jnp.zeros((D, F), dtype)
-    return dw_EDF.at[e].set(jax.lax.fori_loop(0, -(-sizes_E[e] // size), block, zero))
+    dw_DF = jax.lax.fori_loop(0, -(-sizes_E[e] // size), block, jnp.zeros((D, F), sums))
+    return jax.lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, e, 0)
 
-  return jax.lax.fori_loop(0, E, group, jnp.zeros((E, D, F), dtype))
+  return jax.lax.fori_loop(0, E, group, jnp.zeros((E, D, F), sums)).astype(dtype)

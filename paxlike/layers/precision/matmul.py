@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from paxlike.devices import topology
+from paxlike.layers.precision import cpu_dots
 from paxlike.layers.precision.rounding import QuantizedOperand
 
 
@@ -114,37 +115,31 @@ def matmul(
   outputs: tuple[int, ...] = (),
 ) -> Any:
   """Returns x w [M, F]; `inputs` and `outputs` are the sizes of the dims flattened to D and F."""
-  if _keeps_dims(inputs, outputs):
-    return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
-  return x_MD @ w_DF
+  return _product(x_MD, w_DF, inputs, outputs)
 
 
 def _forward(
   x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   # Does not call `matmul`: remat policies do not see dots inside a custom_vjp.
+  return _product(x_MD, w_DF, inputs, outputs), (x_MD, w_DF)
+
+
+def _product(
+  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> jax.Array:
   if _keeps_dims(inputs, outputs):
-    y_MF = _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
-  else:
-    y_MF = x_MD @ w_DF
-  return y_MF, (x_MD, w_DF)
+    return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
+  return cpu_dots.dot(x_MD, w_DF, -2) if cpu_dots.on_cpu() else x_MD @ w_DF
 
 
 def _backward(
   inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x_MD, w_DF = saved
-
-  def transposed_first(x_MD: jax.Array, dy_MF: jax.Array) -> jax.Array:
-    # XLA for CPUs takes up to twice as long to contract the leading dims of wide operands. Barriers
-    # keep it from folding the transpose back into the dot.
-    if x_MD.shape[1] >= dy_MF.shape[1]:
-      return x_MD.T @ dy_MF
-    return jax.lax.optimization_barrier(jax.lax.optimization_barrier(x_MD.T) @ dy_MF)
-
-  dw_DF = jax.lax.platform_dependent(
-    x_MD, dy_MF, cpu=transposed_first, default=lambda x_MD, dy_MF: x_MD.T @ dy_MF
-  )
+  if cpu_dots.on_cpu():
+    return cpu_dots.dot(dy_MF, w_DF, -1), cpu_dots.dot_of_rows(x_MD, dy_MF)
+  dw_DF = x_MD.T @ dy_MF
   # Not dy @ w.T: XLA would all-gather w.T in addition to w, which rematerialization needs.
   if not _keeps_dims(inputs, outputs):
     return _over(dy_MF, w_DF, 1), dw_DF

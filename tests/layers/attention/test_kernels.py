@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paxlike.errors import UserError
-from paxlike.layers import splash, tokamax, xla_chunked
+from paxlike.layers import flash_cpu, splash, tokamax, xla_chunked
 from paxlike.layers.attention import chunked, kernels
 
 pytestmark = pytest.mark.slow
@@ -36,10 +36,11 @@ def reference(q, k, v, scale, segments, *, window=None, soft_cap=None, sinks=Non
 KERNELS = {
   "xla": kernels.xla,
   "xla_chunked": xla_chunked,
+  "flash_cpu": flash_cpu,
   "splash": functools.partial(splash, interpret=True),
   "tokamax": functools.partial(tokamax, implementation="xla"),
 }
-REFUSES = {"splash": {"bias"}, "tokamax": {"sinks"}}
+REFUSES = {"flash_cpu": {"soft_cap", "sinks", "bias"}, "splash": {"bias"}, "tokamax": {"sinks"}}
 
 
 @pytest.fixture(params=KERNELS)
@@ -111,6 +112,27 @@ def test_chunks_have_the_gradient_of_the_whole(length, monkeypatch):
 
   expected = jax.grad(functools.partial(value, kernels.xla), (0, 1, 2, 3))(q, k, v, bias)
   got = jax.grad(functools.partial(value, xla_chunked), (0, 1, 2, 3))(q, k, v, bias)
+  for one, other in zip(got, expected, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_flash_cpu_has_the_gradient_of_xla(window, is_packed, monkeypatch):
+  monkeypatch.setattr(kernels, "_MIN_SPAN", 2)
+  q, k, v, _ = random_inputs()
+  v = v[..., :6]  # Narrower than the keys, as in DeepSeek-V3.
+  segments = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32)
+
+  def value(kernel, q, k, v):
+    given = {"segments_BT": segments if is_packed else None, "window": window}
+    return jnp.sin(kernel(q, k, v, scale=0.3, **given)).sum()
+
+  expected, got = (
+    jax.grad(functools.partial(value, kernel), (0, 1, 2))(q, k, v)
+    for kernel in (kernels.xla, flash_cpu)
+  )
   for one, other in zip(got, expected, strict=True):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
