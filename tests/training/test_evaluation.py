@@ -137,7 +137,7 @@ def test_evaluation_of_a_checkpoint_equals_that_in_training(flags, tmp_path, cap
     capsys.readouterr()
     assert run(*flags, "--mode=eval", *more) == 0
     told = capsys.readouterr().out
-    assert told.startswith("attention: xla\n")
+    assert told.startswith("attention: flash_cpu\n")
     assert f"evaluated validation after {step} updates" in told
     result = json.loads((out / f"eval_{step:08d}.json").read_text())
     assert result["log_pplx"] == pytest.approx(during[step], rel=1e-6)
