@@ -11,7 +11,8 @@ CPU-seconds are of all threads; ratios are the medians over the turns of CPU-sec
 paxlike. Needs Linux.
 
 PyTorch's models are nanoGPT's GPT-2 and transformers' LLaMA and Mixtral; AdamW is fused, and in
-bfloat16 float32 weights are cast by autocast. --python measures paxlike beside itself in a second
+bfloat16 float32 weights are cast by autocast. Only paxlike computes a balance loss of experts.
+--python measures paxlike beside itself in a second
 environment, such as one of another JAX. MaxText has a part in gpt-f32 alone; it wants Python 3.12
 and an environment of its own:
 

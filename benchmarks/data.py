@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the data pipeline, and beside it that of Hugging Face: tokens per CPU-second.
+"""Measures the data pipeline, and beside it that of Hugging Face.
 
     python benchmarks/data.py [--megabytes=8] [--seq_len=1024] [--batch_size=32] [--repeats=3]
 
 prints one JSON line for each case and side: paxlike and `datasets` take turns, and medians are
-shown. The text is that of the standard library's sources, as .jsonl.
+shown. CPU-seconds are of all threads. The text is that of the standard library's sources, as
+.jsonl.
 
 `tokenize` reads it, turns it into ids with the same tokenizer and writes them. `pack`, for
 `datasets` alone, concatenates documents and cuts them into rows, once. `prepared` is shuffled
@@ -25,7 +26,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -126,27 +127,34 @@ class Theirs:
         yield {"inputs": inputs, "targets": targets, "weights": np.ones(inputs.shape, np.float32)}
 
 
-def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
-  """Returns the CPU-seconds of a call, over all threads, and what it returned."""
-  began = time.process_time()
+class Took(NamedTuple):
+  """Seconds of the clock, and of all threads."""
+
+  seconds: float
+  cpu_seconds: float
+
+
+def timed(function: Callable[[], Any]) -> tuple[Took, Any]:
+  """Returns what a call took, and what it returned."""
+  wall, cpu = time.perf_counter(), time.process_time()
   result = function()
-  return time.process_time() - began, result
+  return Took(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def tokenize(path: pathlib.Path, name: str, tokenizer: Tokenizer, *, repeats: int):
   """Times reading text and writing ids."""
   folder = path.parent / "datasets"
-  times: dict[str, list[float]] = {"paxlike": [], "datasets": []}
+  times: dict[str, list[Took]] = {"paxlike": [], "datasets": []}
   num_tokens = 0
   for _ in range(repeats):
     for cache in (folder, path.parent / "cache"):
       shutil.rmtree(cache, ignore_errors=True)
     source = data(path, tokenizer)
-    seconds, index = cpu_seconds(source.corpus.index)
-    times["paxlike"].append(seconds)
+    took, index = timed(source.corpus.index)
+    times["paxlike"].append(took)
     num_tokens = len(index.tokens)
-    seconds, documents = cpu_seconds(lambda: Theirs(path, tokenizer).tokenize(folder))
-    times["datasets"].append(seconds)
+    took, documents = timed(lambda: Theirs(path, tokenizer).tokenize(folder))
+    times["datasets"].append(took)
     assert sum(map(len, documents.with_format("numpy")["ids"])) == num_tokens
   report("tokenize", num_tokens, times, tokenizer=name)
 
@@ -158,12 +166,12 @@ def prepared(
   sizes = {"seq_len": seq_len, "batch_size": batch_size}
   theirs = Theirs(path, tokenizer)
   documents = theirs.tokenize(path.parent / "datasets")
-  seconds, rows = cpu_seconds(lambda: theirs.pack(documents, seq_len))
-  report("pack", len(rows) * seq_len, {"datasets": [seconds]}, **sizes)
+  took, rows = timed(lambda: theirs.pack(documents, seq_len))
+  report("pack", len(rows) * seq_len, {"datasets": [took]}, **sizes)
   shuffled = rows.shuffle(seed=0)
   kinds = {"datasets: shuffle": shuffled, "datasets: flatten_indices": shuffled.flatten_indices()}
   num_batches = max(10_000_000 // (batch_size * seq_len), 8)
-  times: dict[str, list[float]] = collections.defaultdict(list)
+  times: dict[str, list[Took]] = collections.defaultdict(list)
   for _ in range(repeats):
     for packed in (True, False):
       source = data(path, tokenizer, packed=packed, seq_len=seq_len)
@@ -175,24 +183,26 @@ def prepared(
   report("prepared", num_batches * batch_size * seq_len, times, **sizes)
 
 
-def drain(batches: Iterator[Any], num_batches: int) -> float:
-  """Returns the CPU-seconds of so many batches after the first, which opens files."""
+def drain(batches: Iterator[Any], num_batches: int) -> Took:
+  """Returns what so many batches take after the first, which opens files."""
   next(batches)
   taken = itertools.islice(batches, num_batches)
-  return cpu_seconds(lambda: collections.deque(taken, maxlen=0))[0]
+  return timed(lambda: collections.deque(taken, maxlen=0))[0]
 
 
-def report(case: str, num_tokens: int, times: dict[str, list[float]], **options: str | int):
+def report(case: str, num_tokens: int, times: dict[str, list[Took]], **options: str | int):
   """Prints a line for each side."""
-  for side, seconds in times.items():
-    median = statistics.median(seconds)
+  for side, taken in times.items():
+    seconds, cpu_seconds = (statistics.median(column) for column in zip(*taken, strict=True))
     values = {
       "case": case,
       "side": side,
       **options,
       "tokens": num_tokens,
-      "cpu_seconds": round(median, 4),
-      "tokens_per_cpu_second": round(num_tokens / median),
+      "seconds": round(seconds, 4),
+      "cpu_seconds": round(cpu_seconds, 4),
+      "tokens_per_second": round(num_tokens / seconds),
+      "tokens_per_cpu_second": round(num_tokens / cpu_seconds),
     }
     print(json.dumps(values), flush=True)
 

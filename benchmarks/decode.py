@@ -2,9 +2,10 @@
 """Decodes many prompts at once, and beside it the same with transformers' `generate`.
 
     python benchmarks/decode.py MODEL [--sampled] [--end_token=ID] [--prompts=64] [--slots=64]
-        [--new_tokens=200] [--batch=8] [--repeats=5]
+        [--new_tokens=200] [--batch=8] [--repeats=5] [--dtype=float32] [--quantize=SCHEME]
 
-MODEL is a folder of Hugging Face, small enough for both. Prompts are random tokens and decoding is
+MODEL is a folder of Hugging Face, small enough for both. --dtype is that of both sides; --quantize
+holds paxlike's weights in fewer bits, such as int8. Prompts are random tokens and decoding is
 greedy, or with --sampled at temperature 1, ours as in reinforcement learning: with the training
 forward pass, which draws each token again, for --batch sequences at a time, and gives its
 log-probability. A text ends after --new_tokens or, with --end_token, after that token; transformers
@@ -12,6 +13,9 @@ decodes batches of --slots prompts, each until its last text has ended. Both sid
 turn, after one round that is not counted. Prints one JSON line; the tokens counted are those up to
 the end of each text. Two devices of a CPU sample faster than one, which decodes on one core:
 JAX_NUM_CPU_DEVICES=2.
+
+Without --sampled it also tells at which share of the memory's bandwidth paxlike reads its weights,
+once in each step; the bandwidth is that of sums of a large array.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from typing import Any, NamedTuple
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
@@ -54,12 +59,15 @@ def main():
   parser.add_argument("--new_tokens", type=int, default=200)
   parser.add_argument("--batch", type=int, default=8)
   parser.add_argument("--repeats", type=int, default=5)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+  parser.add_argument("--quantize")
   options = parser.parse_args()
   vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
   shape = (options.prompts, options.prompt_tokens)
   prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)
-  make, task = (sampled if options.sampled else ours), Task(prompts, options)
-  sides = {"paxlike": make(task), "transformers": theirs(task)}
+  task = Task(prompts, options)
+  ours = sampled(task) if options.sampled else Greedy(task)
+  sides = {"paxlike": ours, "transformers": theirs(task)}
   texts = {name: decode() for name, decode in sides.items()}
   times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
   for _ in range(options.repeats):
@@ -81,6 +89,8 @@ def main():
       "tokens_per_second": round(tokens[name] / seconds),
       "tokens_per_cpu_second": round(tokens[name] / cpu_seconds),
     }
+  if isinstance(ours, Greedy):
+    report["paxlike"]["bandwidth_share"] = round(ours.bandwidth_share(), 2)
   share = tokens["paxlike"] / tokens["transformers"]
   ratios = [
     [share * b / a for a, b in zip(*pair, strict=True)]
@@ -113,43 +123,62 @@ def timed(function: Callable[[], Any]) -> tuple[float, float]:
   return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def loaded(folder: pathlib.Path) -> tuple[Any, Any]:
+def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
   """Returns (the trainer of a model of Hugging Face, its weights)."""
   with tempfile.TemporaryDirectory() as scratch:
     converted = pathlib.Path(scratch) / "model"
-    assert convert(["--from=hf", f"--path={folder}", f"--to={converted}"]) == 0
+    assert convert(["--from=hf", f"--path={options.model}", f"--to={converted}"]) == 0
     graph = graph_file.read(converted / "config.json")
-    fiddlers.precision(graph, "float32")
+    fiddlers.precision(graph, options.dtype)
+    fiddlers.decoding(graph)
+    if options.quantize:
+      fiddlers.quantize_weights(graph, options.quantize)
     trainer: Any = fdl.build(graph)
     return trainer, trainer.load(converted)
 
 
-def ours(task: Task) -> Callable[[], Texts]:
-  """Returns a function that decodes with paxlike."""
-  trainer, params = loaded(task.options.model)
-  (_, size), new_tokens = task.prompts.shape, task.options.new_tokens
-  with jax.set_mesh(trainer.devices):
-    generator = Generator(
-      trainer.definition,
-      params,
-      num_rows=task.options.slots,
-      max_len=size + new_tokens,
-      end_ids=task.end_ids,
-    )
-  requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in task.prompts]
+class Greedy:
+  """Decodes with paxlike, greedily."""
 
-  def decode() -> Texts:
-    with jax.set_mesh(trainer.devices):
-      texts = {text.request: text for grown in generator.run(requests) for text in grown}
+  def __init__(self, task: Task):
+    trainer, params = loaded(task.options)
+    self._devices = trainer.devices
+    self._slots = min(task.options.slots, len(task.prompts))
+    (_, size), new_tokens = task.prompts.shape, task.options.new_tokens
+    with jax.set_mesh(self._devices):
+      self._generator = Generator(
+        trainer.definition,
+        params,
+        num_rows=task.options.slots,
+        max_len=size + new_tokens,
+        end_ids=task.end_ids,
+      )
+    self._requests = [Request(tokens=tokens, max_new_tokens=new_tokens) for tokens in task.prompts]
+    held, specs = trainer.definition.prepare(params), trainer.definition.weights
+    read = jax.tree.leaves({name: held[name] for name in held if specs[name].matmul})
+    self._bytes = sum(leaf.nbytes for leaf in read)
+
+  def __call__(self) -> Texts:
+    with jax.set_mesh(self._devices):
+      texts = {
+        text.request: text for grown in self._generator.run(self._requests) for text in grown
+      }
     ends = {n: [] if text.end is None else [text.end[0]] for n, text in texts.items()}
     return [texts[n].tokens + ends[n] for n in sorted(texts)]
 
-  return decode
+  def bandwidth_share(self) -> float:
+    """Returns the bytes of weights per second of a step, over those per second of sums."""
+    ones, total = jnp.ones((100, 1_000_000)), jax.jit(lambda x: x.sum(1))
+    jax.block_until_ready(total(ones))
+    seconds = [timed(lambda: jax.block_until_ready(total(ones)))[0] for _ in range(9)]
+    speed = self._generator.speed
+    step = self._slots * speed.decode_seconds / speed.decode_tokens
+    return self._bytes / step / (ones.nbytes / statistics.median(seconds))
 
 
 def sampled(task: Task) -> Callable[[], Texts]:
   """Returns a function that samples with paxlike as reinforcement learning does."""
-  trainer, params = loaded(task.options.model)
+  trainer, params = loaded(task.options)
   (_, size), sampling = task.prompts.shape, Sampling(temperature=1.0)
   slots, new_tokens = task.options.slots, task.options.new_tokens
   passes = ForwardBackward(trainer.definition, trainer.optimizer, sampling=sampling)
@@ -181,7 +210,9 @@ def sampled(task: Task) -> Callable[[], Texts]:
 
 def theirs(task: Task) -> Callable[[], Texts]:
   """Returns a function that decodes with transformers."""
-  model: Any = transformers.AutoModelForCausalLM.from_pretrained(task.options.model).eval()
+  model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    task.options.model, dtype=getattr(torch, task.options.dtype)
+  ).eval()
   tokens = torch.tensor(task.prompts, dtype=torch.long)
   given: dict[str, Any] = {"max_new_tokens": task.options.new_tokens, "pad_token_id": 0}
   given |= {"do_sample": True, "top_k": 0} if task.options.sampled else {"do_sample": False}

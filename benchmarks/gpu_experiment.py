@@ -37,6 +37,7 @@ def facts_of(experiment: "Experiment", trainer: "Trainer") -> dict[str, Any]:
     "layers": read.NUM_LAYERS,
     "model": read.MODEL_DIMS,
     "heads": read.NUM_HEADS,
+    "kv_heads": getattr(read, "NUM_KV_HEADS", None) or read.NUM_HEADS,
     "head": read.head_dim(),
     "ffn": 4 * read.MODEL_DIMS if hidden is None else hidden,
     "experts": getattr(read, "NUM_EXPERTS", 0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peer of GPT in benchmarks/gpu.py: a GPT-2 as nanoGPT writes it, in torch.
+"""The peer of GPT: a GPT-2 as nanoGPT writes it, in torch.
 
 Learned positions, LayerNorm, biases, GELU (tanh), one product for queries, keys and values, the
 embedding's table as output projection; float32 parameters, bfloat16 autocast.

@@ -66,7 +66,7 @@ def make(
     intermediate_size=facts["ffn"],
     num_hidden_layers=facts["layers"],
     num_attention_heads=facts["heads"],
-    num_key_value_heads=facts["heads"],
+    num_key_value_heads=facts["kv_heads"],
     head_dim=facts["head"],
     max_position_embeddings=facts["time"],
     rms_norm_eps=facts["norm_epsilon"],

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How torch trains in benchmarks/gpu.py: compiled, AdamW fused, the fastest attention it has.
+"""How torch trains in benchmarks/gpu.py and benchmarks/cpu.py: by AdamW, fused.
 
-Left to itself torch takes FlashAttention-2, which is slower than cuDNN on Hopper.
+On GPUs it is compiled, with the fastest attention it has: left to itself torch takes
+FlashAttention-2, which is slower than cuDNN on Hopper.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ def run(make: Callable[[dict[str, Any], torch.device], torch.nn.Module], **versi
   torch.set_float32_matmul_precision("high")
   module = make(task.facts, device)
   # On CPUs compiling would take longer than all else, and there is no speed to be told.
-  compiled: Any = torch.compile(module, mode=task.case["mode"]) if task.gpu else module
+  loss_of: Any = torch.compile(module, mode=task.case["mode"]) if task.gpu else module
   training = Training(
-    module, compiled, task.facts, device, batch_size=task.case["batch"], casts=True
+    module, loss_of, task.facts, device, batch_size=task.case["batch"], casts=True
   )
   with attention.sdpa_kernel(BACKENDS, set_priority=True):
     times = gpu_timing.measure(training.step, training.wait, task)
@@ -61,16 +62,25 @@ class Training:
   def __init__(
     self,
     module: torch.nn.Module,
-    compiled: Any,
+    loss_of: Any,
     facts: dict[str, Any],
     device: torch.device,
     *,
     batch_size: int,
     casts: bool,
   ):
-    """`casts` are those of float32 weights to bfloat16."""
+    """Makes the optimizer and the batches.
+
+    Args:
+      module: Has the weights.
+      loss_of: (inputs, targets) -> the loss: the module, or what is compiled of it.
+      facts: Of the model.
+      device: Of the weights.
+      batch_size: Sequences in a step.
+      casts: Whether float32 weights are cast to bfloat16 (autocast).
+    """
     self._device = device
-    self._loss_of, self._clip_norm = compiled, facts["clip_norm"]
+    self._loss_of, self._clip_norm = loss_of, facts["clip_norm"]
     self._weights = [weight for weight in module.parameters() if weight.requires_grad]
     self._casts = casts and self._weights[0].dtype == torch.float32
     self._optimizer = torch.optim.AdamW(

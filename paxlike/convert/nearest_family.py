@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<=\.)(?:\d+|\{\}|\{expert\})(?=\.)")
 
 
 def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], families: Families) -> str:
-  """Returns a sentence that names the nearest family and what differs from it.
+  """Returns a sentence that names the nearest family and what differs from it, if one is near.
 
   Args:
     config: The configuration of the unknown model.
@@ -46,6 +46,8 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   name, (keys, lacks, more) = min(
     compared.items(), key=lambda item: (item[1].more is None, sum(map(len, filter(None, item[1]))))
   )
+  if len(lacks) == len(theirs):
+    return "No family has a tensor of these names."
   lines = [
     _listed("configuration keys that differ", keys),
     _listed(f"tensors that {name} lacks", lacks),

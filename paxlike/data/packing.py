@@ -16,6 +16,8 @@ from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays
 from paxlike.data.token_index import TokenIndex
 
+_LONG = 64  # Tokens; ranges of more are faster copied one by one than gathered.
+
 
 class _Plan(NamedTuple):
   """The stream of one epoch as pieces: documents, one of which the rotation may split in two.
@@ -74,16 +76,19 @@ class PackedRows(CorpusRows):
     columns = np.arange(self.seq_len + 1)
     shape = len(first_B), len(columns)
     parts = _segments(plan, first_B, len(columns))
-    inside = columns < (plan.begins[-1] - first_B)[:, None]
-    tokens = self._tokens(plan, first_B, parts).reshape(shape) * inside
-    weights = inside[:, 1:].astype(np.float32)
-    arrays = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy(), "weights": weights}
+    tokens = self._tokens(plan, first_B, parts).reshape(shape)
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    arrays = {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
     if self.packed:
       segments = parts.per_position(parts.number + 1).reshape(shape)
       positions = columns.astype(np.int32) - parts.per_position(parts.column).reshape(shape)
-      weights *= positions[:, 1:] > 0
-      arrays["segments"] = segments[:, :-1] * inside[:, :-1]
-      arrays["positions"] = positions[:, :-1] * inside[:, :-1]
+      arrays["weights"] *= positions[:, 1:] > 0
+      arrays["segments"] = segments[:, :-1].copy()
+      arrays["positions"] = positions[:, :-1].copy()
+    if first_B.max(initial=0) + len(columns) > plan.begins[-1]:
+      inside = columns < (plan.begins[-1] - first_B)[:, None]
+      for name, array in arrays.items():
+        array *= inside[:, 1:] if name in ("targets", "weights") else inside[:, :-1]
     return arrays
 
   def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Segments) -> np.ndarray:
@@ -91,9 +96,8 @@ class PackedRows(CorpusRows):
     width = self.seq_len + 1
     # Stream position minus position in the flattened batch.
     shift = first_B[parts.row] - parts.row * width
-    places = np.arange(len(first_B) * width)
-    places += parts.per_position(plan.offsets[parts.piece] + shift)
-    ids = self._documents.tokens.take(places, mode="clip").astype(np.int32)
+    starts = parts.row * width + parts.column + plan.offsets[parts.piece] + shift
+    ids = _ranges(self._documents.tokens, starts, parts.lengths)
     bos, eos = self._markers
     if bos is not None:
       begun = plan.begins[parts.piece] >= first_B[parts.row]
@@ -118,6 +122,7 @@ class PackedRows(CorpusRows):
     first, last = (int(share * offsets[-1]) for share in self._split)
     bounds = np.clip(offsets, first, last)
     kept = np.flatnonzero(np.diff(bounds))
+    tokens = np.asarray(tokens)  # Slices of a memmap are slow to make.
     return TokenIndex(tokens, np.append(bounds[kept], last) if len(kept) else np.zeros(1, np.int64))
 
   def _make_plan(self, epoch: int) -> _Plan:
@@ -145,6 +150,22 @@ class PackedRows(CorpusRows):
     if self._shuffle:
       random.shuffle(rows)
     return _Plan(begins, offsets - begins[:-1], bool(torn), rows)
+
+
+def _ranges(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  """Returns tokens[start : start + length] of all ranges as one int32 array.
+
+  Places of markers and of padding may be outside, and have any tokens.
+  """
+  ends = starts + lengths
+  is_inside = starts.min(initial=0) >= 0 and ends.max(initial=0) <= len(tokens)
+  if is_inside and len(lengths) * _LONG <= lengths.sum():
+    pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+    ranges = [np.zeros(0, np.int32), *(tokens[start:end] for start, end in pairs)]
+    return np.concatenate(ranges, dtype=np.int32, casting="unsafe")
+  first = np.cumsum(lengths) - lengths
+  places = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
+  return tokens.take(places, mode="clip").astype(np.int32)
 
 
 def _segments(plan: _Plan, first_B: np.ndarray, width: int) -> _Segments:

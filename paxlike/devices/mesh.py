@@ -305,9 +305,8 @@ def in_stage() -> bool:
 
 
 def is_sharded(dim: str) -> bool:
-  """Returns whether the current mesh shards activations along `dim`."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return not mesh.empty and any(mesh.shape[axis] > 1 for axis in RULES[dim])
+  """Returns whether the current mesh shards activations along `dim`; manual axes do not count."""
+  return any(sizes_here(AXES).get(axis, 1) > 1 for axis in RULES[dim])
 
 
 def global_batch_size(*, percore: float, num_devices: int, accumulation_steps: int = 1) -> int:

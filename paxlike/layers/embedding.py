@@ -15,6 +15,8 @@ from paxlike.layers.lora import EmbeddingLora
 from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
 
+_FEW = 64  # Tokens.
+
 
 @configurable
 class Embedding(module.Module):
@@ -65,15 +67,22 @@ class Embedding(module.Module):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    table_VD = self.table[...].astype(self.dtype)
-    native = self.dtype == jnp.bfloat16 and cpu_dots.on_cpu()
-    table_DV = cpu_dots.transposed(table_VD) if native else table_VD.T
     tokens = as_matrix(x.astype(self.dtype))
-    logits: Any = matmul(tokens, table_DV) if tokens.ndim == 2 else jnp.dot(tokens, table_DV)
+    logits: Any = self._logits(tokens, self.table[...].astype(self.dtype))
     if self.lora is not None:
       logits += self.lora.attend(tokens)
     logits = logits.reshape(*x.shape[:-1], -1)
     return logits if self.logits_scale == 1 else logits * self.logits_scale
+
+  def _logits(self, tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
+    if tokens.ndim != 2:
+      return jnp.dot(tokens, table_VD.T)
+    if self.dtype != jnp.bfloat16 or not cpu_dots.on_cpu():
+      return matmul(tokens, table_VD.T)
+    # To transpose the table takes longer than to multiply it by few tokens.
+    if len(tokens) <= _FEW:
+      return cpu_dots.dot(tokens, table_VD, -1)
+    return matmul(tokens, cpu_dots.transposed(table_VD))
 
 
 @configurable

@@ -65,12 +65,16 @@ def update(
   if optimizer.guard is not None:
     spike, kept, scale, guard = optimizer.guard.judge(guard, loss, norm)
     metrics["spike"] = spike.astype(jnp.float32)
-    keep, grads = keep & kept, {name: scale * x for name, x in grads.items()}
+    keep &= kept
+  else:
+    scale = None
   own: Any = {name: spec.update for name, spec in definition.weights.items()}
   new_extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
 
   def updated() -> tuple[Params, Params, Any]:
-    params, opt_state = _updated(definition, optimizer, state, grads, new_extra)
+    # Scaled here, where it is fused into the update.
+    scaled = grads if scale is None else {name: scale * x for name, x in grads.items()}
+    params, opt_state = _updated(definition, optimizer, state, scaled, new_extra)
     return params, new_extra, opt_state if is_last else _with_counts(opt_state, state.opt_state)
 
   def skipped() -> tuple[Params, Params, Any]:

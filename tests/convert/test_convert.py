@@ -86,6 +86,10 @@ MISTAKES = {
     {"config": {**CONFIG, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}},
     "rope_type is 'dynamic'",
   ),
+  "no_relative": (
+    {"config": {**CONFIG, "model_type": "parrot"}, "arrays": values({"beak.w": (2,)})},
+    "No family has a tensor of these names.",
+  ),
   "no_size": (
     {"config": {k: v for k, v in CONFIG.items() if k != "hidden_size"}},
     "lacks hidden_size",

@@ -22,6 +22,7 @@ from paxlike.errors import UserError
 SUFFIXES = (".txt", *records.SUFFIXES)
 
 
+_BATCH = 2**20  # Characters that are tokenized together.
 TEXT_BYTES = 2**32  # The largest .txt file: it is one document, read into memory whole.
 
 
@@ -94,8 +95,8 @@ class TextFiles(Corpus):
   def _encoded(self) -> Iterator[np.ndarray]:
     size = sum(os.path.getsize(name) for name in self._files)
     print(f"tokenizing {len(self._files)} files, {size / 1e6:.1f} MB (once)", file=sys.stderr)
-    for text in self._texts():
-      yield self.tokenizer.encode(text)
+    for texts in _batches(self._texts()):
+      yield from self.tokenizer.encode_all(texts)
 
   def _texts(self) -> Iterator[str]:
     for name in self._files:
@@ -103,6 +104,18 @@ class TextFiles(Corpus):
         yield from read(name, self._field)
       except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{self._knob}: {name} cannot be read: {error}.") from error
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+  """Yields the texts in lists of about a million characters; tokenizers are parallel over texts."""
+  batch, size = [], 0
+  for text in texts:
+    batch.append(text)
+    size += len(text)
+    if size >= _BATCH:
+      yield batch
+      batch, size = [], 0
+  yield batch
 
 
 def read(name: str, field: str) -> Iterator[str]:

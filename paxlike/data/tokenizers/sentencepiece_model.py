@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SentencePiece model with the added tokens of its settings."""
 
+import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.errors import UserError
+
+_CHARACTERS = 2**16  # For each thread; less takes no longer than to start one.
+
+
+class _Part(NamedTuple):
+  """The text up to an added token, or to the end of the whole text.
+
+  Attributes:
+    text: It.
+    is_first: Whether the whole text begins with it.
+    spaced: Whether the model prepends a space.
+    token: The id of the added token; None at the end.
+  """
+
+  text: str
+  is_first: bool
+  spaced: bool
+  token: int | None
 
 
 class Pieces:
@@ -83,27 +102,38 @@ class Pieces:
     return not any(is_one(number) for is_one in marks)
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text."""
+    """Returns the ids of each text; long ones are encoded in parallel."""
     if self._split is None:
-      return self.model.encode(texts, num_threads=1)
-    return [self._encode(text) for text in texts]
+      return _encoded(self.model, texts)
+    parts = [part for text in texts for part in self._parts(text)]
+    found = {
+      spaced: iter(_encoded(model, [part.text for part in parts if part.spaced == spaced]))
+      for spaced, model in ((True, self.model), (False, self._inner))
+    }
+    ids: list[list[int]] = []
+    for part in parts:
+      if part.is_first:
+        ids.append([])
+      ids[-1] += next(found[part.spaced])
+      if part.token is not None:
+        ids[-1].append(part.token)
+    return ids
 
-  def _encode(self, text: str) -> list[int]:
+  def _parts(self, text: str) -> Iterator[_Part]:
     assert self._split is not None
-    ids, end = [], 0
+    end = 0
     for found in self._split.finditer(text):
       assert found.lastindex is not None
-      ids += self._encode_between(text[end : found.start()], begins=not end)
-      ids.append(self.ids[self._texts_found[found.lastindex - 1]])
+      token = self.ids[self._texts_found[found.lastindex - 1]]
+      yield self._part(text[end : found.start()], is_first=not end, token=token)
       end = found.end()
-    return ids + self._encode_between(text[end:], begins=not end)
+    yield self._part(text[end:], is_first=not end)
 
-  def _encode_between(self, text: str, *, begins: bool) -> list[int]:
+  def _part(self, text: str, *, is_first: bool, token: int | None = None) -> _Part:
     # `model` prepends a space, `_inner` does not. The beginning of the whole text gets that space.
     # Later text keeps its own leading white space; if the model trims that off, the space that
     # `model` prepends replaces it.
-    begins = begins or (self._trims and text[:1].isspace())
-    return (self.model if begins else self._inner).encode(text)
+    return _Part(text, is_first, is_first or (self._trims and text[:1].isspace()), token)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids, without special tokens."""
@@ -119,6 +149,11 @@ class Pieces:
 
   def _decode(self, ids: list[int], *, begins: bool) -> str:
     return (self.model if begins else self._inner).decode(ids) if ids else ""
+
+
+def _encoded(model: Any, texts: Sequence[str]) -> list[list[int]]:
+  threads = min(sum(map(len, texts)) // _CHARACTERS, os.cpu_count() or 1)
+  return model.encode(texts, num_threads=max(threads, 1)) if texts else []
 
 
 def check_ids(added: Sequence[AddedToken], ids: Mapping[str, int | None], *, place: str):

@@ -66,9 +66,9 @@ def auto(
 def best(requirements: Requirements, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
-  ring if sequences are sharded (context > 1) and there is no bias; else cudnn on NVIDIA GPUs from
-  Ampere on, splash on TPUs and flash_cpu on CPUs; if that kernel does not meet the requirements,
-  xla on CPUs and else xla_chunked, as on other devices.
+  ring if sequences are sharded (context > 1) and there is no bias. Else cudnn on NVIDIA GPUs from
+  Ampere on, splash on TPUs and flash_cpu on CPUs. Where that kernel does not meet the requirements,
+  and on other devices, xla_chunked; on CPUs, xla.
   """
   device = place.device
   biased = "bias_NTS" in requirements.extras

@@ -11,6 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.devices import mesh
+from paxlike.layers.precision import cpu_dots
+
+
+def _held(dtype: Any) -> Any:
+  """Returns the dtype of caches of `dtype`: float32 on CPUs, where XLA writes no other in place."""
+  return jnp.float32 if cpu_dots.on_cpu() else dtype
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +37,7 @@ class KvCache:
     """Returns an empty cache."""
 
     def zeros(*shape: int) -> jax.Array:
-      return mesh.constrain(jnp.zeros(shape, dtype), "batch", "kv_heads", None, None)
+      return mesh.constrain(jnp.zeros(shape, _held(dtype)), "batch", "kv_heads", None, None)
 
     return cls(
       k_BKHS=zeros(batch, heads, key_dim, slots), v_BKSH=zeros(batch, heads, slots, value_dim)
@@ -84,7 +90,7 @@ class LatentCache:
   @classmethod
   def empty(cls, batch: int, slots: int, dim: int, dtype: Any) -> "LatentCache":
     """Returns an empty cache."""
-    zeros = jnp.zeros((batch, dim, slots), dtype)
+    zeros = jnp.zeros((batch, dim, slots), _held(dtype))
     return cls(latents_BCS=mesh.constrain(zeros, "batch", None, None))
 
   @property

@@ -2,7 +2,8 @@
 """Flash attention for CPUs (Dao et al., 2022, arXiv:2205.14135), in XLA operations.
 
 A span of queries at a time, so that its logits stay in the cache of the processor. The backward
-pass computes them again, transposed: two of its three products then need no transposition.
+pass computes them again, keys first: two of its three products then need no transposition. It has
+no forward-mode derivatives (`jax.jvp`).
 """
 
 import functools
@@ -22,6 +23,8 @@ def flash_cpu(
   q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Unpack[AttentionOptions]
 ) -> jax.Array:
   """Flash attention for CPUs; see `Kernel`. Runs anywhere, but is fast only there.
+
+  `scale` is a Python number.
 
   Raises:
     ArgumentError: soft_cap, sinks_N or bias_NTS is set.
@@ -159,6 +162,7 @@ def _backward(scale: float, window: int | None, saved: Any, dy_BTNH: jax.Array) 
   q_GRTH, k_GSH, v_GSH = Operands.of(scale, q_BTNH, k_BSKH, v_BSKH)
   dtype = q_BTNH.dtype
   G, R, T, _ = q_GRTH.shape
+  B, S, K, _ = k_BSKH.shape
   dy_GRTH = by_key(dy_BTNH, k_BSKH)
   # The sum over keys of each weight times its gradient.
   mean_BTN = (y_BTNH.astype(jnp.float32) * dy_BTNH.astype(jnp.float32)).sum(-1)
@@ -190,12 +194,9 @@ def _backward(scale: float, window: int | None, saved: Any, dy_BTNH: jax.Array) 
     dk_GSH = dk_GSH.at[:, keys].add(cpu_dots.dot(dlogits_GSM, q_GMH, -2, dtype=jnp.float32))
     dq_GMH = cpu_dots.dot(cpu_dots.transposed(dlogits_GSM), k_GSH[:, keys], -2, dtype=jnp.float32)
     dqs.append((dq_GMH * scale).astype(dtype).reshape(G, R, end - first, -1))
-  B, S, K, _ = k_BSKH.shape
-
-  def of_heads(x_GSH: jax.Array) -> jax.Array:
-    return x_GSH.astype(dtype).reshape(B, K, S, -1).swapaxes(1, 2)
-
-  return by_token(jnp.concatenate(dqs, 2), B), of_heads(dk_GSH), of_heads(dv_GSH), None
+  dk_BSKH, dv_BSKH = (x.reshape(B, K, S, -1).swapaxes(1, 2) for x in (dk_GSH, dv_GSH))
+  dq_BTNH = by_token(jnp.concatenate(dqs, 2), B)
+  return dq_BTNH, dk_BSKH.astype(k_BSKH.dtype), dv_BSKH.astype(v_BSKH.dtype), None
 
 
 _attention.defvjp(_forward, _backward)

@@ -214,7 +214,7 @@ def cached(
   sinks_N: jax.Array | None = None,
   bias_BNS: jax.Array | None = None,
 ) -> jax.Array:
-  """Attention of one query per sequence to a cache: returns y_BNH in the dtype of the values.
+  """Attention of one query per sequence to a cache: returns y_BNH in the dtype of the queries.
 
   Args:
     q_BNH: The queries.
@@ -244,7 +244,7 @@ def cached(
   y_BKGH = jnp.einsum(
     "BKGS,BKSH->BKGH", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
   )
-  return (y_BKGH / total).astype(v_BKSH.dtype).reshape(B, N, -1)
+  return (y_BKGH / total).astype(q_BNH.dtype).reshape(B, N, -1)
 
 
 def _capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:

@@ -7,7 +7,10 @@ processor has instructions for bfloat16 (AVX512-BF16, AMX). A dot keeps its oper
 - accumulates in float32,
 - has at most one batch dim, the first,
 - contracts the last dim of its first operand, and
-- no operand is the result of a transposition, which stands for a layout that the dot refuses.
+- has no operand that is itself the result of a transposition: to the compiler that is an array of
+  another layout, which the library refuses.
+
+`dot` sees to the first three, its callers to the last one, by `transposed`.
 """
 
 from typing import Any
@@ -16,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.devices import mesh, topology
+
+_FEW, _BLOCK = 4, 256  # Rows; contracted dims in a block.
 
 
 def on_cpu() -> bool:
@@ -32,11 +37,60 @@ def dot(a: jax.Array, b: jax.Array, axis: int, *, dtype: Any = None) -> jax.Arra
     axis: Of b: the one of D, -2 or -1.
     dtype: Of the result; None: that of a.
   """
+  dtype = a.dtype if dtype is None else dtype
+  if a.dtype not in (jnp.bfloat16, jnp.int8) or a.shape[-2] > _FEW:
+    return _dot(a, b, axis, sums_of(dtype)).astype(dtype)
+  # XLA has a loop of its own for one row, which takes ten times as long as two rows.
+  rows = jnp.concatenate([a, jnp.zeros_like(a)], -2) if a.shape[-2] == 1 else a
+  if a.ndim == 2 and axis == -2 and len(b) % _BLOCK == 0 and not mesh.sizes_here(mesh.AXES):
+    # With few rows most of the time goes to arranging b, which is faster block by block.
+    rows_GMK = _rewritten(rows.reshape(len(rows), -1, _BLOCK).swapaxes(0, 1))
+    y = _dot(rows_GMK, b.reshape(-1, _BLOCK, b.shape[1]), axis, sums_of(dtype)).sum(0)
+  else:
+    y = _dot(rows, b, axis, sums_of(dtype))
+  return y[..., : a.shape[-2], :].astype(dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, axis: int, sums: Any) -> jax.Array:
   batch = tuple(range(a.ndim - 2))
   dims = (((a.ndim - 1,), (b.ndim + axis,)), (batch, batch))
-  dtype = a.dtype if dtype is None else dtype
-  y = jax.lax.dot_general(a, b, dims, preferred_element_type=sums_of(dtype))
-  return y.astype(dtype)
+  return jax.lax.dot_general(a, b, dims, preferred_element_type=sums)
+
+
+def has_few(num_rows: int) -> bool:
+  """Returns whether `dot_of_integers` of so many rows is faster than a dot in another dtype."""
+  return num_rows <= 4 and on_cpu()
+
+
+@jax.custom_vjp
+def dot_of_integers(x_GMK: jax.Array, w_GKF: jax.Array) -> jax.Array:
+  """Returns x w [G, M, F], float32, for a w of int8: as exact as in the dtype of x.
+
+  XLA would convert w, and a matrix takes longer to convert than to multiply. So x is: a row is
+  several of int8, the digits of its numbers to the base of 128.
+  """
+  num_digits = 2 if x_GMK.dtype == jnp.bfloat16 else 3
+  x_GMK = x_GMK.astype(jnp.float32)
+  unit_GM1 = jnp.maximum(jnp.abs(x_GMK).max(-1, keepdims=True), 1e-30) / 127
+  left_GMK, digits = x_GMK / unit_GM1, []
+  for _ in range(num_digits):
+    digits.append(jnp.round(left_GMK))
+    left_GMK = (left_GMK - digits[-1]) * 128
+  rows = jnp.concatenate(digits, 1).astype(jnp.int8)
+  G, M, _ = x_GMK.shape
+  sums = (
+    dot(rows[0], w_GKF[0], -2, dtype=jnp.int32) if G == 1 else dot(rows, w_GKF, -2, dtype=jnp.int32)
+  )
+  by_place = jnp.split(sums.astype(jnp.float32).reshape(G, num_digits * M, -1), num_digits, 1)
+  return sum(y_GMF / 128**place for place, y_GMF in enumerate(by_place)) * unit_GM1
+
+
+def _to_x(saved: tuple[jax.Array, jax.Array], dy_GMF: jax.Array) -> tuple[jax.Array, None]:
+  x_GMK, w_GKF = saved
+  return jnp.einsum("GMF,GKF->GMK", dy_GMF, w_GKF.astype(dy_GMF.dtype)).astype(x_GMK.dtype), None
+
+
+dot_of_integers.defvjp(lambda x_GMK, w_GKF: (dot_of_integers(x_GMK, w_GKF), (x_GMK, w_GKF)), _to_x)
 
 
 def dot_of_rows(x_MD: jax.Array, y_MF: jax.Array) -> jax.Array:
@@ -59,7 +113,11 @@ def sums_of(dtype: Any) -> Any:
 def transposed(x: jax.Array) -> jax.Array:
   """Returns x [..., M, D] as [..., D, M], which no dot takes back to contract the first dim."""
   y = x.swapaxes(-1, -2)
-  if x.dtype != jnp.bfloat16 or mesh.sizes_here(mesh.AXES):
-    return jax.lax.optimization_barrier(y)
-  # Reshaped, it has the layout of any other array. (Sharded, it would be all-gathered for that.)
-  return jax.lax.optimization_barrier(y.reshape(-1)).reshape(y.shape)
+  # Sharded, it would be all-gathered to be rewritten.
+  rewrites = x.dtype == jnp.bfloat16 and not mesh.sizes_here(mesh.AXES)
+  return _rewritten(y) if rewrites else jax.lax.optimization_barrier(y)
+
+
+def _rewritten(x: jax.Array) -> jax.Array:
+  """Returns x in the layout that arrays have by default, in which a transposition is not."""
+  return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from paxlike.devices import mesh
+from paxlike.layers.precision import cpu_dots
 
 
 @jax.custom_vjp
@@ -37,6 +38,9 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
   """
   if mesh.in_stage():
     return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
+  if table.dtype == jnp.bfloat16 and cpu_dots.on_cpu():
+    # Keeps XLA from converting the whole table to float32 ahead of a loop.
+    table, ids = jax.lax.optimization_barrier((table, ids))
   return table[ids]
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
+from paxlike.layers.precision import cpu_dots
 
 _BLOCK = 64
 _INT4_BLOCK = 128
@@ -63,6 +64,18 @@ def dense(w: Any, dtype: Any) -> jax.Array:
   return w.dequantized(dtype) if isinstance(w, Quantized) else w.astype(dtype)
 
 
+def _products(x_MGK: jax.Array, numbers_GKF: jax.Array) -> jax.Array:
+  """Returns the products of each block with the block's integers [G, M, F], float32."""
+  num_tokens, num_blocks, _ = x_MGK.shape
+  if cpu_dots.has_few(num_tokens):
+    return cpu_dots.dot_of_integers(x_MGK.swapaxes(0, 1), numbers_GKF.astype(jnp.int8))
+  if num_blocks > 1:
+    x_MGK = jnp.pad(x_MGK, ((0, max(_MIN_TOKENS - num_tokens, 0)), (0, 0), (0, 0)))
+  numbers_GKF = numbers_GKF.astype(x_MGK.dtype)
+  y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, numbers_GKF, preferred_element_type=jnp.float32)
+  return y_GMF[:, :num_tokens]
+
+
 @_pytree
 class Int8Weight(Quantized):
   """Integers from -127 to 127; `values` is int8 and has the weight's shape."""
@@ -82,13 +95,10 @@ class Int8Weight(Quantized):
     num_tokens, num_inputs = x_MK.shape
     numbers = self._numbers()
     num_blocks = num_inputs * self.scales.size // numbers.size
-    numbers_GKF = numbers.reshape(num_blocks, num_inputs // num_blocks, -1).astype(x_MK.dtype)
-    if num_blocks > 1:
-      x_MK = jnp.pad(x_MK, ((0, max(_MIN_TOKENS - num_tokens, 0)), (0, 0)))
-    x_MGK = x_MK.reshape(len(x_MK), num_blocks, -1)
-    y_GMF = jnp.einsum("MGK,GKF->GMF", x_MGK, numbers_GKF, preferred_element_type=jnp.float32)
+    numbers_GKF = numbers.reshape(num_blocks, num_inputs // num_blocks, -1)
+    y_GMF = _products(x_MK.reshape(num_tokens, num_blocks, -1), numbers_GKF)
     y_MF = (y_GMF * self.scales.reshape(num_blocks, 1, -1)).sum(0)
-    return y_MF[:num_tokens].astype(x_MK.dtype)
+    return y_MF.astype(x_MK.dtype)
 
   def _numbers(self) -> jax.Array:
     return self.values

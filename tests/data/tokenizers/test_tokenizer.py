@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paxlike.data.chat import templates
+from paxlike.data.tokenizers import sentencepiece_model
 from paxlike.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
@@ -267,7 +268,7 @@ def test_minus_one_is_no_id(byte_level, tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy):
+def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy, monkeypatch):
   path = tmp_path / "tokenizer.model"
   path.write_bytes(model_file.read_bytes())
   plain = SentencePieceTokenizer(path)
@@ -283,6 +284,11 @@ def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy):
   expected = np.concatenate([*expected, plain.encode("on")])
   np.testing.assert_array_equal(tokenizer.encode(text), expected)
   assert tokenizer.decode(expected) == "the cat sat<x>on"
+  monkeypatch.setattr(sentencepiece_model, "_CHARACTERS", 1)  # As many threads as there are cores.
+  for tokens in (plain, tokenizer):
+    texts = [text, "", "<x>", "on<x>", "the cat", text] * 9
+    for ids, each in zip(tokens.encode_all(texts), texts, strict=True):
+      np.testing.assert_array_equal(ids, tokens.encode(each))
   assert tokenizer.fingerprint() != plain.fingerprint()
 
 

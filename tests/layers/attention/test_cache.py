@@ -8,6 +8,14 @@ from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.attention.cache import KvCache, LatentCache
 
 
+def test_a_cpu_does_not_convert_a_cache_to_write_to_it():
+  new, positions = jnp.ones((8, 1, 2, 4), jnp.bfloat16), jnp.arange(8)[:, None]
+  cache = KvCache.empty(8, 16, 2, 4, 4, jnp.bfloat16)
+  program = hlo.text(lambda cache, *x: cache.write(*x), cache, new, new, positions)
+  converts = [one for one in hlo.instructions(program) if one.operation == "convert"]
+  assert not [one for one in converts if one.outputs[0].dims == cache.k_BKHS.shape]
+
+
 @pytest.mark.parametrize("kind", [KvCache, LatentCache])
 def test_a_sharded_batch_is_written_where_it_is(kind):
   devices = MeshSpec(ici=(2, 2, 2)).build()

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 
+from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.layers import flash_cpu, splash, tokamax, xla_chunked
 from paxlike.layers.attention import chunked, kernels
@@ -135,6 +138,31 @@ def test_flash_cpu_has_the_gradient_of_xla(window, is_packed, monkeypatch):
   )
   for one, other in zip(got, expected, strict=True):
     np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [{"data": 2, "tensor": 4}, {"context": 4}])
+def test_flash_cpu_on_a_mesh_has_the_gradient_of_one_device(shape, monkeypatch):
+  monkeypatch.setattr(kernels, "_MIN_SPAN", 4)
+  random: Any = np.random.default_rng(0)
+  q = random.normal(size=(2, 32, 4, 8)).astype(np.float32)
+  k, v = random.normal(size=(2, 2, 32, 2, 8)).astype(np.float32)
+  segments: Any = np.sort(random.integers(0, 4, (2, 32))).astype(np.int32)
+
+  def value(q, k, v):
+    return jnp.sin(flash_cpu(q, k, v, scale=0.3, segments_BT=segments, window=9)).sum()
+
+  def gradients():
+    return jax.jit(jax.grad(value, (0, 1, 2))).lower(q, k, v).compile()
+
+  alone = gradients()
+  with jax.set_mesh(MeshSpec(ici=shape).build(jax.devices()[: math.prod(shape.values())])):
+    sharded = gradients()
+    got = sharded(q, k, v)
+  for one, other in zip(got, alone(q, k, v), strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)
+  # Also a device that has gathered a sequence takes a span of queries at a time.
+  dots = [hlo.matmuls(program.as_text() or "") for program in (alone, sharded)]
+  assert len(dots[0]) == len(dots[1]) >= 8 * 6
 
 
 def test_the_memory_of_chunks_is_linear_in_the_length():

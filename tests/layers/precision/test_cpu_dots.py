@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA for CPUs multiplies in bfloat16: it converts no operand of a matmul to float32."""
+"""XLA for CPUs converts no operand of a matmul to float32, and no table."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import hlo
 
-from paxlike.layers import flash_cpu
+from paxlike.layers import flash_cpu, module
+from paxlike.layers.embedding import Embedding
 from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
+from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
 
 
@@ -17,11 +21,30 @@ def experts(x_MD, w_EDF):
   return grouped_matmul(x_MD, w_EDF, GroupedForm(jnp.array([8, 24], jnp.int32)))
 
 
+def tied_logits(x_BTD, table_VD):
+  embedding = Embedding(128, 64, is_head=True, init=module.zeros, dtype=jnp.bfloat16)
+  embedding.table.set_raw_value(table_VD)
+  return embedding.attend(x_BTD)
+
+
+def exact(x) -> Any:
+  return np.asarray(x, np.float64)
+
+
+def operands_of_dots(function, *arrays, count=1):
+  """Returns the dtypes of operands of at least `count` dots of what is compiled."""
+  found = {one.name: one for one in hlo.instructions(hlo.text(function, *arrays))}
+  dots = [one for one in found.values() if one.operation == "dot"]
+  assert len(dots) >= count
+  return {shape.dtype for dot in dots for name in dot.operands for shape in found[name].outputs}
+
+
 @pytest.mark.parametrize(
   "function, shapes",
   [
     (matmul, [(32, 16), (16, 64)]),
     (matmul, [(32, 64), (64, 16)]),
+    (tied_logits, [(2, 64, 64), (128, 64)]),
     (experts, [(32, 16), (2, 16, 64)]),
     (functools.partial(flash_cpu, scale=0.3, segments_BT=None), [(2, 128, 4, 16)] * 3),
   ],
@@ -32,10 +55,51 @@ def test_no_operand_of_a_matmul_and_its_gradients_is_converted(function, shapes)
     return y, back(y)
 
   arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-  program = hlo.text(outputs, *arrays)
-  found = {one.name: one for one in hlo.instructions(program)}
-  dots = [one for one in found.values() if one.operation == "dot"]
-  assert len(dots) >= 3
-  for dot in dots:
-    for operand in dot.operands:
-      assert {shape.dtype for shape in found[operand].outputs} == {"bf16"}, (dot, operand)
+  assert operands_of_dots(outputs, *arrays, count=3) == {"bf16"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("size", [96, 512])
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_few_rows_are_multiplied_as_they_are(num_rows, size, axis):
+  random: Any = np.random.default_rng(0)
+  a = jnp.asarray(random.normal(size=(num_rows, size)), jnp.bfloat16)
+  b = jnp.asarray(random.normal(size=(size, 80) if axis == -2 else (80, size)), jnp.bfloat16)
+
+  def product(a, b):
+    return cpu_dots.dot(a, b, axis, dtype=jnp.float32)
+
+  expected = exact(a) @ (exact(b) if axis == -2 else exact(b).T)
+  np.testing.assert_allclose(product(a, b), expected, rtol=1e-4, atol=1e-4)
+  assert operands_of_dots(product, a, b) == {"bf16"}
+
+
+@pytest.mark.parametrize("dtype, error", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-4)])
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_weights_of_integers_are_not_converted(dtype, error, num_blocks):
+  random: Any = np.random.default_rng(0)
+  x = jnp.asarray(random.normal(size=(num_blocks, 2, 512)), dtype)
+  x = x.at[0, 0].set(0)
+  w = jnp.asarray(random.integers(-127, 128, (num_blocks, 512, 80)), jnp.int8)
+  expected = exact(x) @ exact(w)
+  got = cpu_dots.dot_of_integers(x, w)
+  np.testing.assert_allclose(got, expected, rtol=0, atol=error * np.abs(expected).max())
+  assert operands_of_dots(cpu_dots.dot_of_integers, x, w) == {"s8"}
+  dx = jax.grad(lambda x: (cpu_dots.dot_of_integers(x, w) * expected).sum())(x)
+  assert dx.dtype == dtype
+  wanted = expected @ exact(w).swapaxes(1, 2)
+  np.testing.assert_allclose(exact(dx), wanted, atol=0.01 * np.abs(wanted).max())
+
+
+def test_a_loop_looks_up_rows_of_a_table_that_is_not_converted():
+  def rows(table_VD, ids_T):
+    def one(total_D, id):
+      x_1D: Any = float32_sums.lookup(table_VD, id[None], ("vocab", "model"))
+      return total_D + x_1D[0].astype(jnp.float32), None
+
+    return jax.lax.scan(one, jnp.zeros(64), ids_T)[0]
+
+  table, ids = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((5,), jnp.int32)
+  program = hlo.text(rows, table, ids, options={"xla_cpu_use_fusion_emitters": True})
+  fused = [one.outputs[0] for one in hlo.instructions(program) if one.operation == "fusion"]
+  assert fused and "f32" not in {one.dtype for one in fused if one.dims == table.shape}
