@@ -12,9 +12,8 @@ paxlike. Needs Linux.
 
 PyTorch's models are nanoGPT's GPT-2 and transformers' LLaMA and Mixtral; AdamW is fused, and in
 bfloat16 float32 weights are cast by autocast. Only paxlike computes a balance loss of experts.
---python measures paxlike beside itself in a second
-environment, such as one of another JAX. MaxText has a part in gpt-f32 alone; it wants Python 3.12
-and an environment of its own:
+--python measures paxlike beside itself in a second environment, such as one of another JAX. MaxText
+has a part in gpt-f32 alone; it wants Python 3.12 and an environment of its own:
 
     python3.12 -m venv DIR && DIR/bin/pip install 'maxtext[tpu]==0.2.5'
     python benchmarks/cpu.py gpt-f32 --maxtext_python=DIR/bin/python

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<=\.)(?:\d+|\{\}|\{expert\})(?=\.)")
 
 
 def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], families: Families) -> str:
-  """Returns a sentence that names the nearest family and what differs from it, if one is near.
+  """Returns a sentence: the nearest family and what differs from it, or that none is near.
 
   Args:
     config: The configuration of the unknown model.
@@ -35,6 +35,8 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   if isinstance(text, Mapping):
     config = {**{k: v for k, v in config.items() if k != "text_config"}, **text}
   theirs = _templates(found)
+  if not any(theirs.keys() & _templates(_names(family)) for _, family in families.values()):
+    return "No family has a tensor of these names."
 
   def rank(name: str) -> tuple[float, int, str]:
     _, family = families[name]
@@ -46,8 +48,6 @@ def describe(config: Mapping[str, Any], found: Mapping[str, TensorSpec], familie
   name, (keys, lacks, more) = min(
     compared.items(), key=lambda item: (item[1].more is None, sum(map(len, filter(None, item[1]))))
   )
-  if len(lacks) == len(theirs):
-    return "No family has a tensor of these names."
   lines = [
     _listed("configuration keys that differ", keys),
     _listed(f"tensors that {name} lacks", lacks),

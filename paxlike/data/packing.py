@@ -155,7 +155,8 @@ class PackedRows(CorpusRows):
 def _ranges(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
   """Returns tokens[start : start + length] of all ranges as one int32 array.
 
-  Places of markers and of padding may be outside, and have any tokens.
+  Ranges may include the places of markers and of padding, even outside of `tokens`. What is
+  returned there is arbitrary.
   """
   ends = starts + lengths
   is_inside = starts.min(initial=0) >= 0 and ends.max(initial=0) <= len(tokens)

@@ -15,7 +15,7 @@ from paxlike.layers.lora import EmbeddingLora
 from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
 
-_FEW = 64  # Tokens.
+_FEW_TOKENS = 64
 
 
 @configurable
@@ -79,9 +79,9 @@ class Embedding(module.Module):
       return jnp.dot(tokens, table_VD.T)
     if self.dtype != jnp.bfloat16 or not cpu_dots.on_cpu():
       return matmul(tokens, table_VD.T)
-    # To transpose the table takes longer than to multiply it by few tokens.
-    if len(tokens) <= _FEW:
-      return cpu_dots.dot(tokens, table_VD, -1)
+    # For few tokens, to transpose the table would take longer than the product.
+    if len(tokens) <= _FEW_TOKENS:
+      return cpu_dots.dot_of_columns(tokens, table_VD)
     return matmul(tokens, cpu_dots.transposed(table_VD))
 
 

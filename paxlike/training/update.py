@@ -61,13 +61,11 @@ def update(
   with jax.named_scope("optimizer"):
     norm: Any = optax.tree.norm(definition.optimized(grads))
   metrics: dict[str, jax.Array] = {"grad_norm": norm}
-  keep, guard = _all_finite([norm, loss, *new_extra.values()]), state.guard
+  keep, guard, scale = _all_finite([norm, loss, *new_extra.values()]), state.guard, None
   if optimizer.guard is not None:
     spike, kept, scale, guard = optimizer.guard.judge(guard, loss, norm)
     metrics["spike"] = spike.astype(jnp.float32)
     keep &= kept
-  else:
-    scale = None
   own: Any = {name: spec.update for name, spec in definition.weights.items()}
   new_extra = {name: own[name](old, new_extra[name]) for name, old in state.extra.items()}
 

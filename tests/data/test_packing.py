@@ -6,6 +6,7 @@ import collections
 import numpy as np
 import pytest
 
+from paxlike.data import packing
 from paxlike.data.corpus import Corpus
 from paxlike.data.dataset import Arrays
 from paxlike.data.packing import PackedRows
@@ -111,7 +112,9 @@ both_packings = pytest.mark.parametrize("packed", [True, False], ids=["packed", 
 @every_mark
 @both_packings
 @pytest.mark.parametrize("seq_len", [1, 4, 5, 40])
-def test_rows_are_those_of_the_reference(lengths, marks, packed, seq_len):
+@pytest.mark.parametrize("long", [1, 64], ids=["copied", "gathered"])
+def test_rows_are_those_of_the_reference(lengths, marks, packed, seq_len, long, monkeypatch):
+  monkeypatch.setattr(packing, "_LONG", long)
   dataset = Documents(lengths, marks=marks, packed=packed, shuffle=False, seq_len=seq_len)
   found, expected = dataset.all(), reference(dataset, packed=packed)
   assert found.keys() == expected.keys()

@@ -21,8 +21,7 @@ from paxlike.errors import UserError
 
 SUFFIXES = (".txt", *records.SUFFIXES)
 
-
-_BATCH = 2**20  # Characters that are tokenized together.
+_BATCH_CHARACTERS = 2**20  # Of texts that are tokenized together.
 TEXT_BYTES = 2**32  # The largest .txt file: it is one document, read into memory whole.
 
 
@@ -112,10 +111,11 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
   for text in texts:
     batch.append(text)
     size += len(text)
-    if size >= _BATCH:
+    if size >= _BATCH_CHARACTERS:
       yield batch
       batch, size = [], 0
-  yield batch
+  if batch:
+    yield batch
 
 
 def read(name: str, field: str) -> Iterator[str]:

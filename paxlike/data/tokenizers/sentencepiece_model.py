@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.errors import UserError
 
-_CHARACTERS = 2**16  # For each thread; less takes no longer than to start one.
+_CHARACTERS_PER_THREAD = 2**16  # Fewer are encoded faster than a thread starts.
 
 
 class _Part(NamedTuple):
   """The text up to an added token, or to the end of the whole text.
 
   Attributes:
-    text: It.
-    is_first: Whether the whole text begins with it.
+    text: The part.
+    is_first: Whether it is the first part of its text.
     spaced: Whether the model prepends a space.
     token: The id of the added token; None at the end.
   """
@@ -102,7 +102,7 @@ class Pieces:
     return not any(is_one(number) for is_one in marks)
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text; long ones are encoded in parallel."""
+    """Returns the ids of each text; several threads encode texts of many characters in all."""
     if self._split is None:
       return _encoded(self.model, texts)
     parts = [part for text in texts for part in self._parts(text)]
@@ -152,7 +152,7 @@ class Pieces:
 
 
 def _encoded(model: Any, texts: Sequence[str]) -> list[list[int]]:
-  threads = min(sum(map(len, texts)) // _CHARACTERS, os.cpu_count() or 1)
+  threads = min(sum(map(len, texts)) // _CHARACTERS_PER_THREAD, os.cpu_count() or 1)
   return model.encode(texts, num_threads=max(threads, 1)) if texts else []
 
 

@@ -67,8 +67,8 @@ def best(requirements: Requirements, place: Place) -> Callable[..., jax.Array]:
   """Returns the kernel that `auto` uses.
 
   ring if sequences are sharded (context > 1) and there is no bias. Else cudnn on NVIDIA GPUs from
-  Ampere on, splash on TPUs and flash_cpu on CPUs. Where that kernel does not meet the requirements,
-  and on other devices, xla_chunked; on CPUs, xla.
+  Ampere on, splash on TPUs and flash_cpu on CPUs. If that kernel does not meet the requirements,
+  xla on CPUs and else xla_chunked. Other devices use xla_chunked.
   """
   device = place.device
   biased = "bias_NTS" in requirements.extras

@@ -14,8 +14,8 @@ from paxlike.devices import mesh
 from paxlike.layers.precision import cpu_dots
 
 
-def _held(dtype: Any) -> Any:
-  """Returns the dtype of caches of `dtype`: float32 on CPUs, where XLA writes no other in place."""
+def _held_dtype(dtype: Any) -> Any:
+  """Returns the dtype of caches of `dtype`: float32 on CPUs, where XLA would convert others."""
   return jnp.float32 if cpu_dots.on_cpu() else dtype
 
 
@@ -37,7 +37,7 @@ class KvCache:
     """Returns an empty cache."""
 
     def zeros(*shape: int) -> jax.Array:
-      return mesh.constrain(jnp.zeros(shape, _held(dtype)), "batch", "kv_heads", None, None)
+      return mesh.constrain(jnp.zeros(shape, _held_dtype(dtype)), "batch", "kv_heads", None, None)
 
     return cls(
       k_BKHS=zeros(batch, heads, key_dim, slots), v_BKSH=zeros(batch, heads, slots, value_dim)
@@ -90,7 +90,7 @@ class LatentCache:
   @classmethod
   def empty(cls, batch: int, slots: int, dim: int, dtype: Any) -> "LatentCache":
     """Returns an empty cache."""
-    zeros = jnp.zeros((batch, dim, slots), _held(dtype))
+    zeros = jnp.zeros((batch, dim, slots), _held_dtype(dtype))
     return cls(latents_BCS=mesh.constrain(zeros, "batch", None, None))
 
   @property

@@ -7,8 +7,8 @@ processor has instructions for bfloat16 (AVX512-BF16, AMX). A dot keeps its oper
 - accumulates in float32,
 - has at most one batch dim, the first,
 - contracts the last dim of its first operand, and
-- has no operand that is itself the result of a transposition: to the compiler that is an array of
-  another layout, which the library refuses.
+- has no operand that is itself the result of a transposition: the compiler sees that as an array of
+  another layout, and the library takes only the default one.
 
 `dot` sees to the first three, its callers to the last one, by `transposed`.
 """
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from paxlike.devices import mesh, topology
 
-_FEW, _BLOCK = 4, 256  # Rows; contracted dims in a block.
+_FEW_ROWS = 4
+_BLOCK = 256  # Contracted numbers.
 
 
 def on_cpu() -> bool:
@@ -38,9 +39,9 @@ def dot(a: jax.Array, b: jax.Array, axis: int, *, dtype: Any = None) -> jax.Arra
     dtype: Of the result; None: that of a.
   """
   dtype = a.dtype if dtype is None else dtype
-  if a.dtype not in (jnp.bfloat16, jnp.int8) or a.shape[-2] > _FEW:
+  if a.dtype not in (jnp.bfloat16, jnp.int8) or not 0 < a.shape[-2] <= _FEW_ROWS:
     return _dot(a, b, axis, sums_of(dtype)).astype(dtype)
-  # XLA has a loop of its own for one row, which takes ten times as long as two rows.
+  # For one row XLA has a loop of its own, ten times slower than the library with two rows.
   rows = jnp.concatenate([a, jnp.zeros_like(a)], -2) if a.shape[-2] == 1 else a
   if a.ndim == 2 and axis == -2 and len(b) % _BLOCK == 0 and not mesh.sizes_here(mesh.AXES):
     # With few rows most of the time goes to arranging b, which is faster block by block.
@@ -58,18 +59,19 @@ def _dot(a: jax.Array, b: jax.Array, axis: int, sums: Any) -> jax.Array:
 
 
 def has_few(num_rows: int) -> bool:
-  """Returns whether `dot_of_integers` of so many rows is faster than a dot in another dtype."""
-  return num_rows <= 4 and on_cpu()
+  """Returns whether `dot_of_integers` of so many rows is faster than a dot with w converted."""
+  return 0 < num_rows <= _FEW_ROWS and on_cpu()
 
 
 @jax.custom_vjp
 def dot_of_integers(x_GMK: jax.Array, w_GKF: jax.Array) -> jax.Array:
-  """Returns x w [G, M, F], float32, for a w of int8: as exact as in the dtype of x.
+  """Returns x w [G, M, F], float32, for a w of int8.
 
-  XLA would convert w, and a matrix takes longer to convert than to multiply. So x is: a row is
-  several of int8, the digits of its numbers to the base of 128.
+  XLA would convert w to the dtype of x, which takes longer than the product. Instead each row of x
+  becomes several rows of int8: the digits, to the base of 128, of its numbers. So these are rounded
+  to 2**-29 of the row's largest, or 2**-22 if x is bfloat16. There is no forward-mode derivative.
   """
-  num_digits = 2 if x_GMK.dtype == jnp.bfloat16 else 3
+  num_digits = 3 if x_GMK.dtype == jnp.bfloat16 else 4
   x_GMK = x_GMK.astype(jnp.float32)
   unit_GM1 = jnp.maximum(jnp.abs(x_GMK).max(-1, keepdims=True), 1e-30) / 127
   left_GMK, digits = x_GMK / unit_GM1, []
@@ -85,12 +87,30 @@ def dot_of_integers(x_GMK: jax.Array, w_GKF: jax.Array) -> jax.Array:
   return sum(y_GMF / 128**place for place, y_GMF in enumerate(by_place)) * unit_GM1
 
 
-def _to_x(saved: tuple[jax.Array, jax.Array], dy_GMF: jax.Array) -> tuple[jax.Array, None]:
+def _integers_backward(
+  saved: tuple[jax.Array, jax.Array], dy_GMF: jax.Array
+) -> tuple[jax.Array, None]:
   x_GMK, w_GKF = saved
   return jnp.einsum("GMF,GKF->GMK", dy_GMF, w_GKF.astype(dy_GMF.dtype)).astype(x_GMK.dtype), None
 
 
-dot_of_integers.defvjp(lambda x_GMK, w_GKF: (dot_of_integers(x_GMK, w_GKF), (x_GMK, w_GKF)), _to_x)
+dot_of_integers.defvjp(lambda *given: (dot_of_integers(*given), given), _integers_backward)
+
+
+@jax.custom_vjp
+def dot_of_columns(x_MD: jax.Array, w_FD: jax.Array) -> jax.Array:
+  """Returns x w.T [M, F]."""
+  return dot(x_MD, w_FD, -1)
+
+
+def _columns_backward(
+  saved: tuple[jax.Array, jax.Array], dy_MF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x_MD, w_FD = saved
+  return dot(dy_MF, w_FD, -2), dot_of_rows(dy_MF, x_MD)
+
+
+dot_of_columns.defvjp(lambda *given: (dot_of_columns(*given), given), _columns_backward)
 
 
 def dot_of_rows(x_MD: jax.Array, y_MF: jax.Array) -> jax.Array:
@@ -119,5 +139,5 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def _rewritten(x: jax.Array) -> jax.Array:
-  """Returns x in the layout that arrays have by default, in which a transposition is not."""
+  """Returns x stored anew in the default layout; a transposition may be no more than a layout."""
   return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from paxlike.data.packing import PackedRows
+from paxlike.data.text import text_files
 from paxlike.data.text.text_files import TextFiles
 from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -91,7 +92,9 @@ KINDS = ("txt", "jsonl", "jsonl.zst", "parquet")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_gives_the_same_documents(tmp_path, kind):
+@pytest.mark.parametrize("together", [1, 20, 2**20])
+def test_every_kind_gives_the_same_documents(tmp_path, kind, together, monkeypatch):
+  monkeypatch.setattr(text_files, "_BATCH_CHARACTERS", together)
   assert documents(make(write(tmp_path / "data", kind, TEXTS))) == TEXTS
 
 

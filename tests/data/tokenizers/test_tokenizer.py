@@ -284,7 +284,7 @@ def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy, monkeypatch
   expected = np.concatenate([*expected, plain.encode("on")])
   np.testing.assert_array_equal(tokenizer.encode(text), expected)
   assert tokenizer.decode(expected) == "the cat sat<x>on"
-  monkeypatch.setattr(sentencepiece_model, "_CHARACTERS", 1)  # As many threads as there are cores.
+  monkeypatch.setattr(sentencepiece_model, "_CHARACTERS_PER_THREAD", 1)  # A thread for each core.
   for tokens in (plain, tokenizer):
     texts = [text, "", "<x>", "on<x>", "the cat", text] * 9
     for ids, each in zip(tokens.encode_all(texts), texts, strict=True):
