@@ -16,7 +16,7 @@ from paxlike.data.corpus import CorpusRows
 from paxlike.data.dataset import Arrays
 from paxlike.data.token_index import TokenIndex
 
-_LONG = 64  # Tokens; ranges of more are faster copied one by one than gathered.
+_LONG = 192  # Tokens; ranges of more are faster copied one by one than gathered.
 
 
 class _Plan(NamedTuple):

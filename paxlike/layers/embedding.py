@@ -15,8 +15,6 @@ from paxlike.layers.lora import EmbeddingLora
 from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
 
-_FEW_TOKENS = 64
-
 
 @configurable
 class Embedding(module.Module):
@@ -79,10 +77,7 @@ class Embedding(module.Module):
       return jnp.dot(tokens, table_VD.T)
     if self.dtype != jnp.bfloat16 or not cpu_dots.on_cpu():
       return matmul(tokens, table_VD.T)
-    # For few tokens, to transpose the table would take longer than the product.
-    if len(tokens) <= _FEW_TOKENS:
-      return cpu_dots.dot_of_columns(tokens, table_VD)
-    return matmul(tokens, cpu_dots.transposed(table_VD))
+    return cpu_dots.dot_of_columns(tokens, table_VD)
 
 
 @configurable

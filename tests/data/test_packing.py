@@ -112,7 +112,7 @@ both_packings = pytest.mark.parametrize("packed", [True, False], ids=["packed", 
 @every_mark
 @both_packings
 @pytest.mark.parametrize("seq_len", [1, 4, 5, 40])
-@pytest.mark.parametrize("long", [1, 64], ids=["copied", "gathered"])
+@pytest.mark.parametrize("long", [1, 192], ids=["copied", "gathered"])
 def test_rows_are_those_of_the_reference(lengths, marks, packed, seq_len, long, monkeypatch):
   monkeypatch.setattr(packing, "_LONG", long)
   dataset = Documents(lengths, marks=marks, packed=packed, shuffle=False, seq_len=seq_len)

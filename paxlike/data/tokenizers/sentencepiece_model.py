@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.errors import UserError
 
-_CHARACTERS_PER_THREAD = 2**16  # Fewer are encoded faster than a thread starts.
+_CHARACTERS_PER_THREAD = 2**16
 
 
 class _Part(NamedTuple):

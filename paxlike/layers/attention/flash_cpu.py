@@ -109,15 +109,8 @@ def masked(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-  scale: float,
-  window: int | None,
-  q_BTNH: jax.Array,
-  k_BSKH: jax.Array,
-  v_BSKH: jax.Array,
-  segments_BT: jax.Array | None,
-) -> jax.Array:
-  return _forward(scale, window, q_BTNH, k_BSKH, v_BSKH, segments_BT)[0]
+def _attention(scale: float, window: int | None, *arrays: Any) -> jax.Array:
+  return _forward(scale, window, *arrays)[0]
 
 
 def _forward(

@@ -99,7 +99,7 @@ dot_of_integers.defvjp(lambda *given: (dot_of_integers(*given), given), _integer
 
 @jax.custom_vjp
 def dot_of_columns(x_MD: jax.Array, w_FD: jax.Array) -> jax.Array:
-  """Returns x w.T [M, F]."""
+  """Returns x w.T [M, F]; neither it nor its gradients transpose w."""
   return dot(x_MD, w_FD, -1)
 
 
@@ -107,7 +107,8 @@ def _columns_backward(
   saved: tuple[jax.Array, jax.Array], dy_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x_MD, w_FD = saved
-  return dot(dy_MF, w_FD, -2), dot_of_rows(dy_MF, x_MD)
+  # The transpose of the smaller product: dy may be much larger than w.
+  return dot(dy_MF, w_FD, -2), dot_of_rows(x_MD, dy_MF).T
 
 
 dot_of_columns.defvjp(lambda *given: (dot_of_columns(*given), given), _columns_backward)
