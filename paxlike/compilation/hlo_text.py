@@ -3,6 +3,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # XLA's name of an element type -> bits.
@@ -23,7 +24,7 @@ _LINE = re.compile(
   r"\s+(?:ROOT )?%([\w.\-]+) = (\([^=]*?\)(?=\s[\w\-]+\()|[^\s(]\S*) ([\w\-]+)\(([^)]*)\)(.*)"
 )
 _CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_SEVERAL_CALLED = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
@@ -64,8 +65,8 @@ class Instruction(NamedTuple):
   @property
   def called(self) -> list[str]:
     """The computations that it calls, all branches of a conditional included."""
-    branches = _BRANCHES.search(self.attributes)
-    of_them = re.findall(r"%([\w.\-]+)", branches[1]) if branches else []
+    several = _SEVERAL_CALLED.search(self.attributes)
+    of_them = re.findall(r"%([\w.\-]+)", several[1]) if several else []
     return _CALLED.findall(self.attributes) + of_them
 
   @property
@@ -140,7 +141,11 @@ def _added(name: str, lines: dict[str, Instruction], found: Computations) -> lis
 
 
 def computations(program: str) -> Computations:
-  """Returns computation name -> instructions; the entry computation has the name ""."""
+  """Returns computation name -> instructions; the entry computation has the name "".
+
+  What TPUs give to their SparseCores has the form of other asynchronous instructions: an
+  async-start that calls a computation, and an async-done.
+  """
   found: Computations = {}
   current: list[Instruction] = []
   for line in program.splitlines():
@@ -150,7 +155,27 @@ def computations(program: str) -> Computations:
       name, outputs, operation, operands, attributes = match.groups()
       names = re.findall(r"%([\w.\-]+)", operands)
       current.append(Instruction(name, operation, _shapes(outputs), names, operands, attributes))
-  return found
+  return {name: list(_of_sparse_cores(lines)) for name, lines in found.items()}
+
+
+def _of_sparse_cores(lines: list[Instruction]) -> Iterator[Instruction]:
+  """Yields instructions, those of SparseCores as async-start and async-done.
+
+  A custom-call-start only loads the program that a custom-call-update starts, with its operands.
+  """
+  loaded: dict[str, Instruction] = {}
+  for one in lines:
+    if one.operation == "custom-call-start" and not one.operands:
+      loaded[one.name] = one
+    elif one.operation == "custom-call-update" and one.operands[0] in loaded:
+      program = loaded[one.operands[0]]
+      yield one._replace(operation="async-start", attributes=program.attributes)
+    elif one.operation == "call-start":
+      yield one._replace(operation="async-start")
+    elif one.operation in ("call-done", "custom-call-done"):
+      yield one._replace(operation="async-done")
+    else:
+      yield one
 
 
 def _shapes(text: str) -> list[Shape]:

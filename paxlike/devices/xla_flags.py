@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from paxlike.devices import program_cache, topology
+from paxlike.devices import chips, program_cache, topology
 
 Options = dict[str, Any]
 
@@ -29,21 +29,27 @@ SEVERAL_GPUS: Options = ONE_GPU | {
   "xla_gpu_enable_pipelined_all_reduce": True,
 }
 
-# TPUs, from MaxText's sets (benchmarks/xla_flags_library.py).
-# Overlap all-reduces with matmuls; either option alone has no effect. In the loops of
-# Scaled16BV5e256, synchronous all-reduces go from 11 to 4, and peak memory from 9.28 to 8.90 GB.
-SEVERAL_TPUS: Options = {
+# TPUs, from MaxText's sets (benchmarks/xla_flags_library.py). v4 has none; v7x needs none.
+# v5e fuses all-gathers with matmuls by default. This fuses all-reduces too; either option alone has
+# no effect. In the loops of Scaled16BV5e256, synchronous all-reduces go from 11 to 4. libtpu 0.0.52
+# refuses such fusions on other TPUs, where it says that they may hang or compute wrong results.
+SEVERAL_V5E: Options = {
   "xla_enable_async_all_reduce": True,
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
 }
-# Overlap all-gathers too, as v5e does by default. In the loops of Scaled64BV5p128, synchronous
-# all-gathers go from 19 (all) to 8, and synchronous permutes from 2 to 0.
-SEVERAL_V5P: Options = SEVERAL_TPUS | {
-  "xla_enable_async_all_gather": True,
-  "xla_tpu_overlap_compute_collective_tc": True,
-  "xla_tpu_enable_async_collective_fusion": True,
-  "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-  "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+# SparseCores communicate while the other cores compute. In Scaled32BV5p128, 15.6 of 260 GB are sent
+# synchronously instead of 188.
+WITH_SPARSE_CORES: Options = {
+  "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+  "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+  "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+}
+# By name in `chips.CHIPS`.
+_OF_TPUS = {
+  "TPU v5 lite": SEVERAL_V5E,
+  "TPU v5e": SEVERAL_V5E,
+  "TPU v5": WITH_SPARSE_CORES,
+  "TPU v6": WITH_SPARSE_CORES,
 }
 
 
@@ -63,9 +69,7 @@ def _wanted(device: Any, num_devices: int) -> Options:
   if device.platform in ("gpu", "cuda"):
     ours = ONE_GPU if num_devices == 1 else SEVERAL_GPUS
   elif device.platform == "tpu" and num_devices > 1:
-    # Both names mean v5p; "TPU v5 lite" is v5e.
-    is_v5p = device.device_kind in ("TPU v5", "TPU v5p")
-    ours = SEVERAL_V5P if is_v5p else SEVERAL_TPUS
+    ours = _OF_TPUS.get(chips.name(device.device_kind) or "", {})
   else:
     return {}
   theirs = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))

@@ -377,3 +377,43 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 def test_a_tpu_multiplies_beside_a_split_collective(mesh):
   text = SPLIT.replace("GROUPS", "replica_groups={{0,2,4,6},{1,3,5,7}}")
   assert overlap(text, mesh) == [("all-gather", True, 1, 1), ("all-reduce", False, 0, 1)]
+
+
+# Of a step for v5p-128 that libtpu 0.0.52 compiled, whose SparseCores gather: a custom-call-start
+# loads a program into them, and a custom-call-update starts it.
+ON_SPARSE_CORES = """\
+%called_computation.34 (param_0: f32[2]) -> f32[8] {
+  ROOT %all-gather.140 = f32[8]{0} all-gather(%param_0), channel_id=2, GROUPS, dimensions={0}
+}, execution_thread="sparsecore"
+
+%called_computation.35 (param_0: f32[8]) -> f32[2] {
+  ROOT %reduce-scatter.28 = f32[2]{0} reduce-scatter(%param_0), channel_id=3, GROUPS, \
+dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %gather-start = ((), (), (s32[8192]{0:T(1024)})) custom-call-start(), \
+async_execution_thread="sparsecore", custom_call_target="TODO(b/522284627)", \
+called_computations={%called_computation.34}
+  %early = f32[2]{0} fusion(%x), kind=kLoop, calls=%f
+  %gather-update = ((f32[2]{0}), f32[8]{0}, (s32[8192]{0})) custom-call-update(%gather-start, %x)
+  BETWEEN
+  %gather-done = f32[8]{0} custom-call-done(%gather-update)
+  %scatter-start = ((f32[8]{0}), f32[2]{0}, u32[]{:S(8)}) call-start(%gather-done), \
+async_execution_thread="sparsecore", to_apply=%called_computation.35
+  %late = f32[2]{0} fusion(%x), kind=kLoop, calls=%f
+  ROOT %scatter-done = f32[2]{0} call-done(%scatter-start)
+}
+"""
+
+
+@pytest.mark.parametrize(
+  "beside", ["%with = f32[2]{0} fusion(%x), kind=kLoop, calls=%f", "%no = s32[] constant(0)"]
+)
+def test_sparse_cores_communicate_beside_computation(mesh, beside):
+  text = ON_SPARSE_CORES.replace("GROUPS", "replica_groups={{0,2,4,6},{1,3,5,7}}")
+  gathers_beside = int("fusion" in beside)
+  assert overlap(text.replace("BETWEEN", beside), mesh) == [
+    ("all-gather", False, gathers_beside, 1 - gathers_beside),
+    ("reduce-scatter", False, 1, 0),
+  ]

@@ -49,11 +49,26 @@ def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Ar
   if mesh.in_stage():
     total = _on_devices(_local_sum, table, ids, dims, dy, gives_table=True)
   else:
+    dy = _sharded_as_table(dy, table, ids, dims)
     total = jnp.zeros(table.shape, jnp.float32).at[ids].add(dy.astype(jnp.float32))
   return total.astype(table.dtype), None
 
 
 lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)), _lookup_backward)
+
+
+def _sharded_as_table(dy: jax.Array, table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
+  """Constrains the last dim of dy to the sharding of the table's: devices exchange dy as it is.
+
+  XLA would exchange it in float32.
+  """
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes:
+    return dy
+  of_model = mesh.axes_by_dim(mesh.partition(dims, table.shape, sizes))[-1]
+  of_ids = mesh.axes_by_dim(mesh.partition(("batch", "time")[: ids.ndim], ids.shape, sizes))
+  rest = [tuple(axis for axis in axes if axis not in of_model) for axes in of_ids]
+  return jax.lax.with_sharding_constraint(dy, PartitionSpec(*rest, of_model))
 
 
 def _on_devices(

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from paxlike.compilation import hlo_text
+from paxlike.devices import topology
+from paxlike.devices.mesh import MeshSpec, sharding
 from paxlike.layers import ExpertLinear, Linear, PositionEmbedding, module
 from paxlike.layers.module import Definition
 from paxlike.layers.precision import float32_sums
@@ -45,6 +48,32 @@ def test_a_row_that_is_looked_up_often():
   np.add.at(expected, np.asarray(rows), EXACT)
   found = gradient(lambda table: float32_sums.lookup(table, rows, ("vocab", "model")), table)
   close(found, expected)
+
+
+def test_devices_exchange_the_rows_of_gradients_as_they_are():
+  with topology.target("v5e-4"):
+    devices = MeshSpec(ici={"fsdp": 4}).build()
+    ids = jax.ShapeDtypeStruct((8, 512), "int32", sharding=sharding(devices, ("batch",), (8,)))
+    table_dims, x_dims = ("vocab", "model"), ("batch", "time", None)
+    table = sharded(devices, table_dims, (4096, 256))
+
+    def gradient(table, ids, dy):
+      return jax.vjp(lambda table: float32_sums.lookup(table, ids, table_dims), table)[1](dy)
+
+    with jax.set_mesh(devices):
+      lowered = jax.jit(gradient).lower(table, ids, sharded(devices, x_dims, (8, 512, 256)))
+      text = lowered.compile().as_text() or ""
+  [exchange] = (
+    one
+    for lines in hlo_text.computations(text).values()
+    for one in lines
+    if one.operation.startswith("all-to-all")
+  )
+  assert exchange.outputs[0].dtype == "bf16"
+
+
+def sharded(devices, dims, shape):
+  return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding(devices, dims, shape))
 
 
 def linear():
