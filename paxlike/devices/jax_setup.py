@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 import sys
 
 from paxlike.devices import (
@@ -63,9 +64,9 @@ def set_up(
     theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
     if ours not in theirs.split():
       os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
-  if num_cpu_devices is not None:
+  if (devices := num_cpu_devices or _asked_for()) > 1:
     # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
-    os.environ.setdefault("NPROC", str(8 * num_cpu_devices))
+    os.environ.setdefault("NPROC", str(8 * devices))
   # From here on JAX is imported.
   if cache_folder is not None:
     program_cache.enable(os.fspath(cache_folder))
@@ -75,6 +76,13 @@ def set_up(
     jax.config.update("jax_platforms", "cpu" if num_cpu_devices is not None else platform)
     if num_cpu_devices is not None:
       jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+
+
+def _asked_for() -> int:
+  """Returns the number of CPU devices that JAX's own variables ask for; 0: none."""
+  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  given = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+  return int(given) if given.isdecimal() else int(flag[1]) if flag else 0
 
 
 def has_started() -> bool:

@@ -135,14 +135,22 @@ def sum_over_chunks(
     x: [chunks, ...]; differentiated.
     constants: A pytree of [chunks, ...].
     axes: Mesh axes. If there are any, x and constants are [chunks, shards, ...], sharded over
-      them, and `loss` takes one shard. Weight gradients accumulate per shard, and are all-reduced
-      once after the last chunk.
+      them, and `loss` takes one shard. Losses and weight gradients accumulate per shard, and are
+      all-reduced once after the last chunk.
   """
 
   def add(total, chunk):
-    return total + _by_shard(loss, axes)(weights, *chunk).sum(), None
+    return total + _by_shard(loss, axes)(weights, *chunk), None
 
-  return jax.lax.scan(add, jnp.zeros(()), (x, constants))[0]
+  return jax.lax.scan(add, _zeros((), x, axes), (x, constants))[0].sum()
+
+
+def _zeros(shape: Sequence[int], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """Returns float32 zeros of [shards, *shape], as the shards of x, or of `shape`."""
+  if not axes:
+    return jnp.zeros(shape)
+  spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * len(shape))
+  return jax.lax.with_sharding_constraint(jnp.zeros((x.shape[1], *shape)), spec)
 
 
 def _by_shard(function: Any, axes: tuple[str, ...]) -> Any:
@@ -151,25 +159,19 @@ def _by_shard(function: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _chunks_forward(loss, weights, x, constants, axes):
-  shards = x.shape[1:2] if axes else ()
-
   def add(carry, chunk):
     total, gradient = carry
     value, (dw, dx) = _by_shard(jax.value_and_grad(loss, (0, 1)), axes)(weights, *chunk)
     gradient = jax.tree.map(lambda a, b: a + b.astype(a.dtype), gradient, dw)
-    return (total + value.sum(), gradient), dx
-
-  def zeros(w: jax.Array) -> jax.Array:
-    total = jnp.zeros((*shards, *w.shape), jnp.float32)
-    spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * w.ndim)
-    return jax.lax.with_sharding_constraint(total, spec) if axes else total
+    return (total + value, gradient), dx
 
   def summed(gradient: jax.Array, w: jax.Array) -> jax.Array:
     gradient = gradient.astype(w.dtype)  # All-reduced in the dtype of other weights' gradients.
     return jax.lax.reduce(gradient, np.zeros((), w.dtype), jax.lax.add, (0,)) if axes else gradient
 
-  (total, dw), dx = jax.lax.scan(add, (jnp.zeros(()), jax.tree.map(zeros, weights)), (x, constants))
-  return total, (jax.tree.map(summed, dw, weights), dx)
+  gradients = jax.tree.map(lambda w: _zeros(w.shape, x, axes), weights)
+  (total, dw), dx = jax.lax.scan(add, (_zeros((), x, axes), gradients), (x, constants))
+  return total.sum(), (jax.tree.map(summed, dw, weights), dx)
 
 
 def _chunks_backward(loss, axes, gradients, cotangent):

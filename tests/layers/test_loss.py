@@ -3,8 +3,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from paxlike.layers import cross_entropy
+from paxlike.compilation import hlo_collectives
+from paxlike.devices.mesh import MeshSpec
+from paxlike.layers import cross_entropy, loss
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -32,3 +35,23 @@ def test_cross_entropy_and_its_gradient_equal_the_definition(dtype, z_loss, smoo
     expected.astype(jnp.float32),
     atol=2e-6 if dtype == jnp.float32 else 8e-3,
   )
+
+
+@pytest.mark.parametrize(
+  "function", [lambda total: total, jax.value_and_grad], ids=["value", "gradient"]
+)
+def test_devices_add_up_their_chunks_once(function):
+  devices = MeshSpec(ici={"fsdp": 4}).build(jax.devices()[:4])
+  sharded = NamedSharding(devices, PartitionSpec(None, "fsdp"))
+  x = jnp.ones((3, 4, 2, 8), device=sharded)  # [chunks, shards, ...]
+
+  def total(w, x):
+    def one(w, x, _):
+      return jnp.tanh(x @ w).sum()
+
+    return loss.sum_over_chunks(one, w, x, None, ("fsdp",))
+
+  with jax.set_mesh(devices):
+    text = jax.jit(function(total)).lower(jnp.ones((8, 16)), x).compile().as_text() or ""
+  found = hlo_collectives.instructions(text, devices)
+  assert found and not any(one.in_loop for one in found)
