@@ -393,8 +393,7 @@ dimensions={0}, to_apply=%add
 
 ENTRY %main (x: f32[2]) -> f32[2] {
   %gather-start = ((), (), (s32[8192]{0:T(1024)})) custom-call-start(), \
-async_execution_thread="sparsecore", custom_call_target="TODO(b/522284627)", \
-called_computations={%called_computation.34}
+async_execution_thread="sparsecore", called_computations={%called_computation.34}
   %early = f32[2]{0} fusion(%x), kind=kLoop, calls=%f
   %gather-update = ((f32[2]{0}), f32[8]{0}, (s32[8192]{0})) custom-call-update(%gather-start, %x)
   BETWEEN
