@@ -7,9 +7,9 @@ MaxText is that of an environment of its own, made by
 
     python3.12 -m venv DIR && DIR/bin/pip install 'maxtext[tpu]==0.2.5'
 
-and --python is one with paxlike whose JAX and libtpu should be MaxText's. Prints a row for each:
+and --python runs paxlike; its JAX and libtpu should have MaxText's versions. Prints a row for each:
 the medians of CPU-seconds and of resident memory of the whole command, the peak memory of a chip,
-and what it sends in a step, by axes, and of that what it waits for in loops.
+the bytes that it sends in a step, by axes, and how many of them it waits for in loops.
 """
 
 import argparse
@@ -88,6 +88,7 @@ class Compiled(NamedTuple):
 def run(command: list[str]) -> tuple[str, float, float]:
   """Runs a command; returns its output, its CPU-seconds, and its peak resident bytes."""
   environ = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+  environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
   environ.pop("TPU_LIBRARY_PATH", None)  # JAX has set it to the libtpu of this process.
   with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
     process = subprocess.Popen(command, stdout=out, stderr=log, text=True, env=environ)

@@ -143,7 +143,7 @@ def _added(name: str, lines: dict[str, Instruction], found: Computations) -> lis
 def computations(program: str) -> Computations:
   """Returns computation name -> instructions; the entry computation has the name "".
 
-  What TPUs give to their SparseCores has the form of other asynchronous instructions: an
+  Work that TPUs give to their SparseCores is returned in the form of other asynchronous work: an
   async-start that calls a computation, and an async-done.
   """
   found: Computations = {}
@@ -163,16 +163,20 @@ def _of_sparse_cores(lines: list[Instruction]) -> Iterator[Instruction]:
 
   A custom-call-start only loads the program that a custom-call-update starts, with its operands.
   """
-  loaded: dict[str, Instruction] = {}
+  starts = {one.name: one for one in lines if one.operation == "custom-call-start" and one.called}
+  updates = [one for one in lines if one.operation == "custom-call-update"]
+  started_by_update = {name for one in updates for name in one.operands[:1] if name in starts}
+  begun: set[str] = set()
   for one in lines:
-    if one.operation == "custom-call-start" and not one.operands:
-      loaded[one.name] = one
-    elif one.operation == "custom-call-update" and one.operands[0] in loaded:
-      program = loaded[one.operands[0]]
-      yield one._replace(operation="async-start", attributes=program.attributes)
-    elif one.operation == "call-start":
+    if one.name in started_by_update:
+      continue
+    if one in updates and one.operands[0] in started_by_update:
+      begun.add(one.name)
+      yield one._replace(operation="async-start", attributes=starts[one.operands[0]].attributes)
+    elif one.name in starts or (one.operation == "call-start" and one.called):
+      begun.add(one.name)
       yield one._replace(operation="async-start")
-    elif one.operation in ("call-done", "custom-call-done"):
+    elif one.operation in ("call-done", "custom-call-done") and begun.intersection(one.operands):
       yield one._replace(operation="async-done")
     else:
       yield one

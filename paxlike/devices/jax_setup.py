@@ -64,9 +64,10 @@ def set_up(
     theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
     if ours not in theirs.split():
       os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
-  if (devices := num_cpu_devices or _asked_for()) > 1:
+  devices = num_cpu_devices or _asked_for()
+  if devices > 1 and "PJRT_NPROC" not in os.environ:
     # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
-    os.environ.setdefault("NPROC", str(8 * devices))
+    os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
   # From here on JAX is imported.
   if cache_folder is not None:
     program_cache.enable(os.fspath(cache_folder))
@@ -80,9 +81,10 @@ def set_up(
 
 def _asked_for() -> int:
   """Returns the number of CPU devices that JAX's own variables ask for; 0: none."""
-  flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+  flags = os.environ.get("XLA_FLAGS", "")
+  by_flag = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
   given = os.environ.get("JAX_NUM_CPU_DEVICES", "")
-  return int(given) if given.isdecimal() else int(flag[1]) if flag else 0
+  return int(given) if given.isdecimal() else int(by_flag[-1]) if by_flag else 0
 
 
 def has_started() -> bool:

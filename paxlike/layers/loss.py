@@ -146,7 +146,7 @@ def sum_over_chunks(
 
 
 def _zeros(shape: Sequence[int], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """Returns float32 zeros of [shards, *shape], as the shards of x, or of `shape`."""
+  """Returns float32 zeros: [shards, *shape], sharded as x, or `shape` if there are no axes."""
   if not axes:
     return jnp.zeros(shape)
   spec = PartitionSpec(axes, *[PartitionSpec.UNCONSTRAINED] * len(shape))

@@ -58,15 +58,15 @@ lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)),
 
 
 def _sharded_as_table(dy: jax.Array, table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
-  """Constrains the last dim of dy to the sharding of the table's: devices exchange dy as it is.
+  """Shards the last dim of dy as the table's, so that devices exchange its rows in its own dtype.
 
-  XLA would exchange it in float32.
+  Otherwise XLA converts them to float32 first.
   """
   sizes = mesh.sizes_here(mesh.AXES)
-  if not sizes:
+  if not sizes or ids.ndim != 2:
     return dy
   of_model = mesh.axes_by_dim(mesh.partition(dims, table.shape, sizes))[-1]
-  of_ids = mesh.axes_by_dim(mesh.partition(("batch", "time")[: ids.ndim], ids.shape, sizes))
+  of_ids = mesh.axes_by_dim(mesh.partition(("batch", "time"), ids.shape, sizes))
   rest = [tuple(axis for axis in axes if axis not in of_model) for axes in of_ids]
   return jax.lax.with_sharding_constraint(dy, PartitionSpec(*rest, of_model))
 
