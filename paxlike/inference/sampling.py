@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from paxlike.config import knob_types, ranges
 from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
 from paxlike.errors import UserError
+from paxlike.layers.precision import cpu_dots
 
 
 @configurable
@@ -53,19 +55,16 @@ class Sampling:
   def choose(self, logits_BV: jax.Array, keys_B: jax.Array) -> jax.Array:
     """Draws int32 tokens_B from tempered float32 logits, within the limits."""
     if self.temperature == 0:
-      return logits_BV.argmax(-1).astype(jnp.int32)
+      return _likeliest(logits_BV)
     logits_BV = self.limit(logits_BV)
     masses_BV = jnp.exp(logits_BV - logits_BV.max(-1, keepdims=True))
     # First a group of ids, then one of its ids: about 2 sqrt(V) random numbers instead of V.
-    num_groups = 1 << (logits_BV.shape[-1].bit_length() // 2)
-    padding = -logits_BV.shape[-1] % num_groups
-    masses_BV = jnp.pad(masses_BV, ((0, 0), (0, padding)))
-    masses_BGS = masses_BV.reshape(len(masses_BV), num_groups, -1)
-    numbers_BN = _uniform(keys_B, sum(masses_BGS.shape[1:]))
+    masses_BGS = _grouped(masses_BV, 0)
+    _, num_groups, size = masses_BGS.shape
+    numbers_BN = _uniform(keys_B, num_groups + size)
     groups_B = _race(masses_BGS.sum(-1), numbers_BN[:, :num_groups])
-    masses_BS = jnp.take_along_axis(masses_BGS, groups_B[:, None, None], axis=1)[:, 0]
-    places_B = _race(masses_BS, numbers_BN[:, num_groups:])
-    return groups_B * masses_BGS.shape[-1] + places_B
+    places_B = _race(_of_groups(masses_BGS, groups_B), numbers_BN[:, num_groups:])
+    return groups_B * size + places_B
 
   def limit(self, logits_BV: jax.Array) -> jax.Array:
     """Returns the logits, with -inf for tokens that may not be sampled."""
@@ -82,6 +81,30 @@ class Sampling:
       least = logits_BV.max(-1, keepdims=True) + jnp.log(self.min_p)
       logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
     return logits_BV
+
+
+def _likeliest(logits_BV: jax.Array) -> jax.Array:
+  """Returns the int32 ids_B of the largest logits, the first of equal ones."""
+  if not cpu_dots.on_cpu() or mesh.is_sharded("vocab"):
+    return logits_BV.argmax(-1).astype(jnp.int32)
+  # XLA for CPUs compares one number after the other to find an index, several to find a maximum.
+  logits_BGS = _grouped(logits_BV, -jnp.inf)
+  groups_B = logits_BGS.max(-1).argmax(-1)
+  places_B = _of_groups(logits_BGS, groups_B).argmax(-1)
+  return (groups_B * logits_BGS.shape[-1] + places_B).astype(jnp.int32)
+
+
+def _grouped(x_BV: jax.Array, padding: float) -> jax.Array:
+  """Returns x [B, G, S] in about sqrt(V) groups of consecutive ids, with padding at the end."""
+  B, V = x_BV.shape
+  num_groups = 1 << (V.bit_length() // 2)
+  padded = jnp.pad(x_BV, ((0, 0), (0, -V % num_groups)), constant_values=padding)
+  return padded.reshape(B, num_groups, -1)
+
+
+def _of_groups(x_BGS: jax.Array, groups_B: jax.Array) -> jax.Array:
+  """Returns x [B, S] of one group per sequence."""
+  return jnp.take_along_axis(x_BGS, groups_B[:, None, None], axis=1)[:, 0]
 
 
 def _race(masses_BN: jax.Array, numbers_BN: jax.Array) -> jax.Array:

@@ -72,6 +72,14 @@ def test_temperature_zero_takes_the_likeliest():
   assert tokens.tolist() == [0]
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 1000])
+def test_of_equally_likely_tokens_the_first_is_taken(size):
+  logits = np.random.default_rng(size).integers(0, 9, (40, size)).astype(np.float32)
+  logits[0] = -np.inf
+  tokens, _ = Sampling().draw(jnp.array(logits), jax.random.split(jax.random.key(0), 40))
+  np.testing.assert_array_equal(tokens, logits.argmax(-1))
+
+
 @pytest.mark.parametrize(
   "options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0}]
 )

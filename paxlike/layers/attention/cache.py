@@ -162,6 +162,11 @@ def _written(cache: jax.Array, new: jax.Array, slots_BT: jax.Array, *, axis: int
 
   The batch is a dim of the scatter, not an index of it, so that a sharded one stays where it is.
   """
+  if slots_BT.size == 1 and cpu_dots.on_cpu():
+    # XLA turns a scatter of one token into an update by slices, for which it copies the cache four
+    # times; it keeps one of two tokens, of which the second is skipped.
+    new = jnp.concatenate([new, new], 1)
+    slots_BT = jnp.pad(slots_BT, ((0, 0), (0, 1)), constant_values=cache.shape[1 + axis])
 
   def of_text(cache: jax.Array, new: jax.Array, slots_T: jax.Array) -> jax.Array:
     index = (slice(None),) * axis + (slots_T,)

@@ -5,7 +5,8 @@ import pytest
 from helpers import hlo
 
 from paxlike.devices.mesh import MeshSpec
-from paxlike.layers.attention.cache import KvCache, LatentCache
+from paxlike.layers.attention import kernels
+from paxlike.layers.attention.cache import KvCache, LatentCache, positions_in
 
 
 def test_a_cpu_does_not_convert_a_cache_to_write_to_it():
@@ -14,6 +15,27 @@ def test_a_cpu_does_not_convert_a_cache_to_write_to_it():
   program = hlo.text(lambda cache, *x: cache.write(*x), cache, new, new, positions)
   converts = [one for one in hlo.instructions(program) if one.operation == "convert"]
   assert not [one for one in converts if one.outputs[0].dims == cache.k_BKHS.shape]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_cpu_writes_a_token_in_place(batch):
+  def decode(cache, x_B1KH, position_B1):
+    def step(carry, _):
+      cache, x_B1KH, position_B1 = carry
+      cache = cache.write(x_B1KH, x_B1KH, position_B1)
+      visible_BS = positions_in(cache.num_slots, position_B1) >= 0
+      y_BKH = kernels.cached(x_B1KH[:, 0], cache.k_BKHS, cache.v_BKSH, visible_BS, scale=1.0)
+      return (cache, y_BKH[:, None], position_B1 + 1), None
+
+    return jax.lax.scan(step, (cache, x_B1KH, position_B1), length=3)[0]
+
+  cache = KvCache.empty(batch, 16, 2, 4, 4, jnp.float32)
+  given = cache, jnp.ones((batch, 1, 2, 4)), jnp.zeros((batch, 1), jnp.int32)
+  program = jax.jit(decode, donate_argnums=0).lower(*given).compile().as_text()
+  copies = [one for one in hlo.instructions(program) if one.operation == "copy"]
+  assert not [
+    one for one in copies if one.outputs[0].dims in (cache.k_BKHS.shape, cache.v_BKSH.shape)
+  ]
 
 
 @pytest.mark.parametrize("kind", [KvCache, LatentCache])
