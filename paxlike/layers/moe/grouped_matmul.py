@@ -193,8 +193,8 @@ def _multiply_blocks(
   def block(i: jax.Array, y_MF: jax.Array) -> jax.Array:
     e = jnp.searchsorted(last_blocks_E, i, side="right")
     first = starts_E[e] + (i - last_blocks_E[e] + blocks_E[e]) * size
-    x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
-    y = cpu_dots.dot(x, w_EDF[e], axis, dtype=sums)
+    x = _rows(x_MD, first, size)
+    y = cpu_dots.dot(x, _matrix(w_EDF, e), axis, dtype=sums)
     # The last block of a group overlaps the next group, which overwrites these rows later.
     return jax.lax.dynamic_update_slice_in_dim(y_MF, y, first, 0)
 
@@ -214,12 +214,23 @@ def _multiply_transposed_blocks(
     def block(i: jax.Array, dw_DF: jax.Array) -> jax.Array:
       first = ends_E[e] - sizes_E[e] + i * size
       own = (first + jnp.arange(size) < ends_E[e])[:, None]
-      x = jax.lax.dynamic_slice_in_dim(x_MD, first, size)
+      x = _rows(x_MD, first, size)
       x = jnp.where(own, x, jnp.zeros((), x.dtype))
-      dy = jax.lax.dynamic_slice_in_dim(dy_MF, first, size)
+      dy = _rows(dy_MF, first, size)
       return dw_DF + cpu_dots.dot(cpu_dots.transposed(x), dy, -2, dtype=sums)
 
     dw_DF = jax.lax.fori_loop(0, -(-sizes_E[e] // size), block, jnp.zeros((D, F), sums))
     return jax.lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, e, 0)
 
   return jax.lax.fori_loop(0, E, group, jnp.zeros((E, D, F), sums)).astype(dtype)
+
+
+def _rows(x_MD: jax.Array, first: jax.Array, size: int) -> jax.Array:
+  """Returns `size` rows from `first` on."""
+  return jax.lax.dynamic_slice_in_dim(*cpu_dots.indexed(x_MD, first), size)
+
+
+def _matrix(w_EDF: jax.Array, e: jax.Array) -> jax.Array:
+  """Returns w[e]."""
+  w_EDF, e = cpu_dots.indexed(w_EDF, e)
+  return w_EDF[e]

@@ -131,6 +131,15 @@ def sums_of(dtype: Any) -> Any:
   return jnp.float32 if dtype == jnp.bfloat16 else dtype
 
 
+def indexed(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns both, such that a loop which takes the part x[index] does not convert all of x.
+
+  XLA of JAX 0.10 converts an array of bfloat16 to float32 before a loop that takes parts of it.
+  """
+  # Ties x to what the loop computes.
+  return jax.lax.optimization_barrier((x, index)) if x.dtype == jnp.bfloat16 else (x, index)
+
+
 def transposed(x: jax.Array) -> jax.Array:
   """Returns x [..., M, D] as [..., D, M], which no dot takes back to contract the first dim."""
   y = x.swapaxes(-1, -2)

@@ -38,9 +38,8 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
   """
   if mesh.in_stage():
     return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
-  if table.dtype == jnp.bfloat16 and cpu_dots.on_cpu():
-    # Keeps XLA from converting the whole table to float32 ahead of a loop.
-    table, ids = jax.lax.optimization_barrier((table, ids))
+  if cpu_dots.on_cpu():
+    table, ids = cpu_dots.indexed(table, ids)
   return table[ids]
 
 

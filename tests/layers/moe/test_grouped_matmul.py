@@ -70,6 +70,19 @@ def test_garbage_in_rows_of_no_group_reaches_no_gradient():
   assert np.all(np.isfinite(dx[:5])) and np.all(np.isfinite(dw))
 
 
+def test_a_cpu_converts_only_what_it_multiplies():
+  x_MD, w_EDF = jnp.ones((80, 16), jnp.bfloat16), jnp.ones((4, 16, 24), jnp.bfloat16)
+
+  def both_ways(x_MD, w_EDF, sizes_E):
+    y_MF, gradient = jax.vjp(lambda x_MD: grouped_matmul(x_MD, w_EDF, GroupedForm(sizes_E)), x_MD)
+    return gradient(y_MF)
+
+  sizes_E, options = jnp.array([40, 10, 0, 30]), {"xla_cpu_use_fusion_emitters": True}
+  program = hlo.text(both_ways, x_MD, w_EDF, sizes_E, options=options)
+  fused = [one.outputs[0] for one in hlo.instructions(program) if one.operation == "fusion"]
+  assert fused and "f32" not in {one.dtype for one in fused if one.dims == w_EDF.shape}
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
   ("sizes", "num_inputs"), [([700, 0, 5, 300], 150), ([0, 1300, 0, 0], 256)], ids=str
