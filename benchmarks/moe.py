@@ -2,6 +2,7 @@
 """A step of a layer of experts beside that of a dense layer with as many active FLOPs.
 
     python benchmarks/moe.py [--experts=8] [--chosen=2] [--dim=256] [--hidden=512] [--tokens=2048]
+        [--dtype=float32]
 
 Prints one JSON line. A step is the gradient of weights and input; the two take turns.
 """
@@ -28,15 +29,17 @@ def main():
   sizes = {"experts": 8, "chosen": 2, "dim": 256, "hidden": 512, "tokens": 2048, "repeats": 20}
   for name, size in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=size)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   options = parser.parse_args()
-  linear = functools.partial(layers.Linear, role="")
-  expert = functools.partial(layers.ExpertLinear, role="")
+  dtype = jnp.dtype(options.dtype)
+  linear = functools.partial(layers.Linear, role="", dtype=dtype)
+  expert = functools.partial(layers.ExpertLinear, role="", dtype=dtype)
   moe = functools.partial(
     layers.Moe,
     options.dim,
     num_experts=options.experts,
     num_chosen=options.chosen,
-    router=linear,
+    router=functools.partial(layers.Linear, role=""),
     experts=functools.partial(
       layers.Experts,
       hidden_dim=options.hidden,
@@ -56,9 +59,12 @@ def main():
   )
   capacity = layers.dispatch.Capacity(factor=1.25)
   sides = {
-    "dense": step(dense, options.tokens, options.dim),
-    "dropless": step(moe(), options.tokens, options.dim),
-    "capacity": step(moe(dispatch=capacity), options.tokens, options.dim),
+    name: step(module, options.tokens, options.dim, dtype)
+    for name, module in (
+      ("dense", dense),
+      ("dropless", moe()),
+      ("capacity", moe(dispatch=capacity)),
+    )
   }
   times = {name: [] for name in sides}
   for _ in range(options.repeats):
@@ -74,16 +80,16 @@ def main():
   print(json.dumps(report))
 
 
-def step(module: Module, num_tokens: int, dim: int) -> Callable[[], None]:
+def step(module: Module, num_tokens: int, dim: int, dtype: Any) -> Callable[[], None]:
   """Returns a function that computes all gradients once; it has run once already."""
   definition = Definition(module)
   mesh = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
   params = train_state.init_params(definition, mesh, seed=0)
-  x_BTD = jax.random.normal(jax.random.key(1), (8, num_tokens // 8, dim))
+  x_BTD = jax.random.normal(jax.random.key(1), (8, num_tokens // 8, dim), dtype)
 
   def loss(params: Any, x_BTD: jax.Array) -> jax.Array:
     y_BTD, _ = definition.bind(params)(x_BTD)
-    return jnp.square(y_BTD).sum()
+    return jnp.square(y_BTD.astype(jnp.float32)).sum()
 
   gradient = jax.jit(jax.grad(loss, (0, 1)))
 

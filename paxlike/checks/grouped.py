@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxlike.checks.check import Check, compared, guarded, is_cpu, tolerance
-from paxlike.layers.moe import grouped_matmul
+from paxlike.layers.moe.grouped_matmul import GroupedForm
+from paxlike.layers.precision.matmul import multiply
 
 ITEM = "grouped matmuls"
 
@@ -43,8 +44,7 @@ def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 def _ours(given: Arrays, sizes: np.ndarray, dtype: Any) -> Arrays:
   def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    groups = grouped_matmul.GroupedForm(jnp.asarray(sizes))
-    return grouped_matmul.grouped_matmul(x, w, groups)
+    return multiply(x, w, GroupedForm(jnp.asarray(sizes)))
 
   return _with_gradients(matmul, {name: x.astype(dtype) for name, x in given.items()}, sizes)
 

@@ -43,7 +43,7 @@ class GroupedForm:
   total: int | None = None
 
   def outputs(self, x_MD: jax.Array, w_EDF: jax.Array, dtype: Any) -> jax.Array:
-    """Returns y [M, F] in `dtype`; not differentiable."""
+    """Returns y [M, F] in `dtype`; rows beyond the last group are unspecified but finite."""
     if _has_kernels():
       from paxlike.layers.moe import grouped_matmul_triton
 
@@ -97,31 +97,6 @@ class GroupedForm:
     """Returns x with zeros in rows that are in no group, which must not contribute to gradients."""
     used_M = jnp.arange(len(x_MD)) < self.sizes_E.sum()
     return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
-
-
-@jax.custom_vjp
-def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, groups: GroupedForm) -> jax.Array:
-  """Returns [M, F]: each row of x times the matrix of its group.
-
-  Args:
-    x_MD: Rows sorted by group.
-    w_EDF: A matrix per group, of the same dtype.
-    groups: The groups; results for rows beyond the last group are unspecified but finite.
-  """
-  return groups.outputs(x_MD, w_EDF, x_MD.dtype)
-
-
-def _forward(x_MD: jax.Array, w_EDF: jax.Array, groups: GroupedForm) -> tuple[jax.Array, Any]:
-  return groups.outputs(x_MD, w_EDF, x_MD.dtype), (x_MD, w_EDF, groups)
-
-
-def _backward(saved: Any, dy_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-  x_MD, w_EDF, groups = saved
-  dx_MD = groups.to_inputs(dy_MF, w_EDF, x_MD.dtype)
-  return dx_MD, groups.to_weights(x_MD, dy_MF, w_EDF.dtype), None
-
-
-grouped_matmul.defvjp(_forward, _backward)
 
 
 def _has_kernels() -> bool:

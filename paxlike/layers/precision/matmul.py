@@ -107,6 +107,23 @@ class LinearForm:
     return scale[0]
 
 
+@jax.custom_vjp
+def multiply(x: jax.Array, w: jax.Array, form: MatmulForm) -> Any:
+  """Returns x w in the dtype of x, by the methods of `form` forward and backward.
+
+  The form is a pytree.
+  """
+  return form.outputs(x, w, x.dtype)
+
+
+def _multiply_backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  x, w, form = saved
+  return form.to_inputs(dy, w, x.dtype), form.to_weights(x, dy, w.dtype), None
+
+
+multiply.defvjp(lambda x, w, form: (form.outputs(x, w, x.dtype), (x, w, form)), _multiply_backward)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul(
   x_MD: jax.Array,

@@ -31,7 +31,7 @@ def test_a_cpu_writes_a_token_in_place(batch):
 
   cache = KvCache.empty(batch, 16, 2, 4, 4, jnp.float32)
   given = cache, jnp.ones((batch, 1, 2, 4)), jnp.zeros((batch, 1), jnp.int32)
-  program = jax.jit(decode, donate_argnums=0).lower(*given).compile().as_text()
+  program = hlo.text(jax.jit(decode, donate_argnums=0).lower(*given))
   copies = [one for one in hlo.instructions(program) if one.operation == "copy"]
   assert not [
     one for one in copies if one.outputs[0].dims in (cache.k_BKHS.shape, cache.v_BKSH.shape)

@@ -12,13 +12,18 @@ from helpers import hlo
 
 from paxlike.layers import flash_cpu, module
 from paxlike.layers.embedding import Embedding
-from paxlike.layers.moe.grouped_matmul import GroupedForm, grouped_matmul
+from paxlike.layers.moe.experts import BatchedForm
+from paxlike.layers.moe.grouped_matmul import GroupedForm
 from paxlike.layers.precision import cpu_dots, float32_sums
-from paxlike.layers.precision.matmul import matmul
+from paxlike.layers.precision.matmul import matmul, multiply
 
 
-def experts(x_MD, w_EDF):
-  return grouped_matmul(x_MD, w_EDF, GroupedForm(jnp.array([8, 24], jnp.int32)))
+def dropless(x_MD, w_EDF):
+  return multiply(x_MD, w_EDF, GroupedForm(jnp.array([8, 24], jnp.int32)))
+
+
+def in_slots(x_ECD, w_EDF):
+  return multiply(x_ECD, w_EDF, BatchedForm())
 
 
 def tied_logits(x_BTD, table_VD):
@@ -46,7 +51,8 @@ def operands_of_dots(function, *arrays, count=1):
     (matmul, [(32, 64), (64, 16)]),
     (tied_logits, [(2, 16, 64), (128, 64)]),
     (tied_logits, [(2, 64, 64), (128, 64)]),
-    (experts, [(32, 16), (2, 16, 64)]),
+    (dropless, [(32, 16), (2, 16, 64)]),
+    (in_slots, [(2, 32, 16), (2, 16, 64)]),
     (functools.partial(flash_cpu, scale=0.3, segments_BT=None), [(2, 128, 4, 16)] * 3),
   ],
 )
