@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how the cost of a new token on a CPU grows with the model, the prompts and their length.
+"""Measures how a decoding step on a CPU grows with the model, the prompts and the cache.
 
-    python benchmarks/decode_growth.py [--dtype=float32] [--new_tokens=32] [--only=context]
+    python benchmarks/decode_growth.py [--dtype=float32] [--calls=2] [--only=slots]
 
-prints CPU-milliseconds of a decoding step of a GPT, a token for each prompt, as one size grows 2, 4
-and 8 times, and how many times the first they are. Each is the median of three differences: a run
-with the new tokens less one that ends after the first of them.
+A decoding step adds a token to each prompt. Prints its CPU-milliseconds for a GPT, the work of the
+host included, as one size grows to 2, 4 and 8 times, and their ratio to the first. Each is the
+median of three differences: a run with --calls more calls of the program, minus one without them.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import gpu_experiment
 import jax
 import numpy as np
 
-from paxlike.inference.generate import Generator
+from paxlike.checks.check import is_cpu
+from paxlike.inference.generate import STEPS_PER_CALL, Generator
 from paxlike.inference.request import Request
 from paxlike.training import train_state
 
@@ -32,43 +33,44 @@ BASE: dict[str, Any] = {
   "VOCAB_SIZE": 8192,
   "MAX_SEQ_LEN": 8192,
 }
-# What grows -> the knobs that do, if it is the model.
+# What grows -> the knobs to multiply; none for prompts and slots.
 GROWN = {
   "layers": ("NUM_LAYERS",),
   "width": ("MODEL_DIMS", "HIDDEN_DIMS", "NUM_HEADS"),
   "vocabulary": ("VOCAB_SIZE",),
   "prompts": (),
-  "context": (),
+  "slots": (),
 }
-CONTEXT = 256  # Tokens before the first new one.
+SLOTS = 256  # Of the cache, for each prompt.
 TIMES = (1, 2, 4, 8)
 
 
-def measure(knobs: dict[str, Any], *, prompts: int, context: int, new_tokens: int) -> float:
+def measure(knobs: dict[str, Any], *, prompts: int, slots: int, calls: int) -> float:
   """Returns the CPU-seconds of a decoding step."""
   _, trainer = experiments.build("Synthetic126M", gpu_experiment.arguments(knobs))
-  given = np.random.default_rng(0).integers(3, knobs["VOCAB_SIZE"], (prompts, context), np.int32)
+  assert is_cpu(trainer.devices), "CPU-seconds tell nothing about accelerators"
+  length = slots - (1 + calls) * STEPS_PER_CALL - 1
+  given = np.random.default_rng(0).integers(3, knobs["VOCAB_SIZE"], (prompts, length), np.int32)
   with jax.set_mesh(trainer.devices):
     params = train_state.init_params(trainer.definition, trainer.devices, seed=0)
-    generator = Generator(
-      trainer.definition, params, num_rows=prompts, max_len=context + new_tokens + 1
-    )
+    generator = Generator(trainer.definition, params, num_rows=prompts, max_len=slots)
 
-    def cpu_seconds(count: int) -> float:
+    def cpu_seconds(num_calls: int) -> float:
+      count = num_calls * STEPS_PER_CALL + 1  # The first token is that of the prefill.
       began = time.process_time()
       for _ in generator.run([Request(tokens=one, max_new_tokens=count) for one in given]):
         pass
       return time.process_time() - began
 
-    cpu_seconds(new_tokens + 1)
-    taken = [cpu_seconds(new_tokens + 1) - cpu_seconds(1) for _ in range(3)]
-  return statistics.median(taken) / new_tokens
+    cpu_seconds(1 + calls)
+    taken = [cpu_seconds(1 + calls) - cpu_seconds(1) for _ in range(3)]
+  return statistics.median(taken) / (calls * STEPS_PER_CALL)
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--dtype", default="float32")
-  parser.add_argument("--new_tokens", type=int, default=32)
+  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+  parser.add_argument("--calls", type=int, default=2)
   parser.add_argument("--only", choices=GROWN, help="what grows")
   options = parser.parse_args()
   base = BASE | {"FPROP_DTYPE": options.dtype}
@@ -80,10 +82,10 @@ def main():
       seconds = measure(
         base | {knob: base[knob] * times for knob in GROWN[name]},
         prompts=times if name == "prompts" else 1,
-        context=CONTEXT * (times if name == "context" else 1),
-        new_tokens=options.new_tokens,
+        slots=SLOTS * (times if name == "slots" else 1),
+        calls=options.calls,
       )
-      first = first or seconds
+      first = seconds if first is None else first
       print(f"| {name} | {times} | {seconds * 1e3:.2f} | {seconds / first:.2f} |", flush=True)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from paxlike.checks.check import Check, compared, guarded, is_cpu, tolerance
 from paxlike.layers.moe.grouped_matmul import GroupedForm
-from paxlike.layers.precision.matmul import multiply
+from paxlike.layers.precision.matmul import by_form
 
 ITEM = "grouped matmuls"
 
@@ -44,7 +44,7 @@ def matmuls(devices: jax.sharding.Mesh) -> Iterator[Check]:
 
 def _ours(given: Arrays, sizes: np.ndarray, dtype: Any) -> Arrays:
   def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    return multiply(x, w, GroupedForm(jnp.asarray(sizes)))
+    return by_form(x, w, GroupedForm(jnp.asarray(sizes)))
 
   return _with_gradients(matmul, {name: x.astype(dtype) for name, x in given.items()}, sizes)
 

@@ -63,7 +63,7 @@ class Sampling:
     _, num_groups, size = masses_BGS.shape
     numbers_BN = _uniform(keys_B, num_groups + size)
     groups_B = _race(masses_BGS.sum(-1), numbers_BN[:, :num_groups])
-    places_B = _race(_of_groups(masses_BGS, groups_B), numbers_BN[:, num_groups:])
+    places_B = _race(_group(masses_BGS, groups_B), numbers_BN[:, num_groups:])
     return groups_B * size + places_B
 
   def limit(self, logits_BV: jax.Array) -> jax.Array:
@@ -84,25 +84,25 @@ class Sampling:
 
 
 def _likeliest(logits_BV: jax.Array) -> jax.Array:
-  """Returns the int32 ids_B of the largest logits, the first of equal ones."""
+  """Returns the int32 ids_B of the largest logits: the first of equal ones, any if one is NaN."""
   if not cpu_dots.on_cpu() or mesh.is_sharded("vocab"):
     return logits_BV.argmax(-1).astype(jnp.int32)
-  # XLA for CPUs compares one number after the other to find an index, several to find a maximum.
+  # XLA for CPUs finds an index one number at a time, but a maximum several numbers at a time.
   logits_BGS = _grouped(logits_BV, -jnp.inf)
   groups_B = logits_BGS.max(-1).argmax(-1)
-  places_B = _of_groups(logits_BGS, groups_B).argmax(-1)
+  places_B = _group(logits_BGS, groups_B).argmax(-1)
   return (groups_B * logits_BGS.shape[-1] + places_B).astype(jnp.int32)
 
 
 def _grouped(x_BV: jax.Array, padding: float) -> jax.Array:
-  """Returns x [B, G, S] in about sqrt(V) groups of consecutive ids, with padding at the end."""
+  """Returns x [B, G, S]: about sqrt(V) groups of consecutive ids, the last ones padded."""
   B, V = x_BV.shape
   num_groups = 1 << (V.bit_length() // 2)
   padded = jnp.pad(x_BV, ((0, 0), (0, -V % num_groups)), constant_values=padding)
   return padded.reshape(B, num_groups, -1)
 
 
-def _of_groups(x_BGS: jax.Array, groups_B: jax.Array) -> jax.Array:
+def _group(x_BGS: jax.Array, groups_B: jax.Array) -> jax.Array:
   """Returns x [B, S] of one group per sequence."""
   return jnp.take_along_axis(x_BGS, groups_B[:, None, None], axis=1)[:, 0]
 

@@ -14,8 +14,8 @@ from paxlike.layers import module
 from paxlike.layers.lora import ExpertLora
 from paxlike.layers.mlp import Activation
 from paxlike.layers.moe.grouped_matmul import GroupedForm
-from paxlike.layers.precision import cpu_dots, float32_sums, matmul
-from paxlike.layers.precision.matmul import Dot
+from paxlike.layers.precision import cpu_dots, float32_sums
+from paxlike.layers.precision.matmul import Dot, by_form
 from paxlike.layers.precision.weight_only import Quantized, WeightQuantizer
 
 
@@ -23,14 +23,10 @@ class BatchedForm(NamedTuple):
   """The `MatmulForm` for tokens in C capacity slots per expert: x [E, C, D] times w [E, D, F]."""
 
   def outputs(self, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    if cpu_dots.on_cpu():
-      return cpu_dots.dot(x, w, -2, dtype=dtype)
-    return jnp.einsum("ECD,EDF->ECF", x, w, preferred_element_type=dtype)
+    return _batched_dot(x, w, -2, dtype)
 
   def to_inputs(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    if cpu_dots.on_cpu():
-      return cpu_dots.dot(dy, w, -1, dtype=dtype)
-    return jnp.einsum("ECF,EDF->ECD", dy, w, preferred_element_type=dtype)
+    return _batched_dot(dy, w, -1, dtype)
 
   def to_weights(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
     if cpu_dots.on_cpu():
@@ -39,6 +35,14 @@ class BatchedForm(NamedTuple):
 
   def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     return scale
+
+
+def _batched_dot(x: jax.Array, w: jax.Array, axis: int, dtype: Any) -> jax.Array:
+  """Returns x [E, C, K] times w, which is contracted over its `axis`, -2 or -1."""
+  if cpu_dots.on_cpu():
+    return cpu_dots.dot(x, w, axis, dtype=dtype)
+  of_w = "EKF" if axis == -2 else "EFK"
+  return jnp.einsum(f"ECK,{of_w}->ECF", x, w, preferred_element_type=dtype)
 
 
 @configurable
@@ -98,7 +102,7 @@ class ExpertLinear(module.Module):
     if self.lora is not None:
 
       def multiply(x: jax.Array, w: jax.Array, input_dim: str, output_dim: str) -> Any:
-        return matmul.multiply(x, w, GroupedForm(sizes_E, input_dim, output_dim, self._total))
+        return by_form(x, w, GroupedForm(sizes_E, input_dim, output_dim, self._total))
 
       y_MF = self.lora(x_MD, y_MF, multiply=multiply)
     if self.b is not None:
@@ -114,7 +118,7 @@ class ExpertLinear(module.Module):
 
       def multiply(x: jax.Array, w: jax.Array, *dims: str) -> jax.Array:
         del dims
-        return matmul.multiply(x, w, BatchedForm())
+        return by_form(x, w, BatchedForm())
 
       y_ECF = self.lora(x_ECD, y_ECF, multiply=multiply)
     return y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
@@ -126,7 +130,7 @@ class ExpertLinear(module.Module):
     x, w_EDF = x.astype(self.dtype), w.astype(self.dtype)
     if self.dot is not None:
       return self.dot(form, x, w_EDF, self.w8.get_value())
-    return matmul.multiply(x, w_EDF, form)
+    return by_form(x, w_EDF, form)
 
   @property
   def num_experts(self) -> int:

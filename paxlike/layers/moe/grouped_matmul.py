@@ -43,7 +43,10 @@ class GroupedForm:
   total: int | None = None
 
   def outputs(self, x_MD: jax.Array, w_EDF: jax.Array, dtype: Any) -> jax.Array:
-    """Returns y [M, F] in `dtype`; rows beyond the last group are unspecified but finite."""
+    """Returns y [M, F] in `dtype`; not differentiable, unlike `matmul.by_form`.
+
+    Rows beyond the last group are unspecified but finite.
+    """
     if _has_kernels():
       from paxlike.layers.moe import grouped_matmul_triton
 
@@ -202,10 +205,10 @@ def _multiply_transposed_blocks(
 
 def _rows(x_MD: jax.Array, first: jax.Array, size: int) -> jax.Array:
   """Returns `size` rows from `first` on."""
-  return jax.lax.dynamic_slice_in_dim(*cpu_dots.indexed(x_MD, first), size)
+  return jax.lax.dynamic_slice_in_dim(*cpu_dots.tied(x_MD, first), size)
 
 
 def _matrix(w_EDF: jax.Array, e: jax.Array) -> jax.Array:
   """Returns w[e]."""
-  w_EDF, e = cpu_dots.indexed(w_EDF, e)
+  w_EDF, e = cpu_dots.tied(w_EDF, e)
   return w_EDF[e]

@@ -131,12 +131,11 @@ def sums_of(dtype: Any) -> Any:
   return jnp.float32 if dtype == jnp.bfloat16 else dtype
 
 
-def indexed(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns both, such that a loop which takes the part x[index] does not convert all of x.
+def tied(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns both, tied together: a loop that reads x[index] then converts only that part of x.
 
-  XLA of JAX 0.10 converts an array of bfloat16 to float32 before a loop that takes parts of it.
+  XLA of JAX 0.10 converts an array of bfloat16 to float32 ahead of a loop that reads parts of it.
   """
-  # Ties x to what the loop computes.
   return jax.lax.optimization_barrier((x, index)) if x.dtype == jnp.bfloat16 else (x, index)
 
 

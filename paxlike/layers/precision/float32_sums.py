@@ -39,7 +39,7 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
   if mesh.in_stage():
     return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
   if cpu_dots.on_cpu():
-    table, ids = cpu_dots.indexed(table, ids)
+    table, ids = cpu_dots.tied(table, ids)
   return table[ids]
 
 

@@ -108,20 +108,24 @@ class LinearForm:
 
 
 @jax.custom_vjp
-def multiply(x: jax.Array, w: jax.Array, form: MatmulForm) -> Any:
-  """Returns x w in the dtype of x, by the methods of `form` forward and backward.
+def by_form(x: jax.Array, w: jax.Array, form: MatmulForm) -> Any:
+  """Returns x w in the dtype of x; `form`, a pytree, computes it and its gradients.
 
-  The form is a pytree.
+  There is no forward-mode derivative.
   """
   return form.outputs(x, w, x.dtype)
 
 
-def _multiply_backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _form_forward(x: jax.Array, w: jax.Array, form: MatmulForm) -> tuple[jax.Array, Any]:
+  return form.outputs(x, w, x.dtype), (x, w, form)  # See `_forward`.
+
+
+def _form_backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
   x, w, form = saved
   return form.to_inputs(dy, w, x.dtype), form.to_weights(x, dy, w.dtype), None
 
 
-multiply.defvjp(lambda x, w, form: (form.outputs(x, w, x.dtype), (x, w, form)), _multiply_backward)
+by_form.defvjp(_form_forward, _form_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

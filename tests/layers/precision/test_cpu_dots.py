@@ -15,15 +15,15 @@ from paxlike.layers.embedding import Embedding
 from paxlike.layers.moe.experts import BatchedForm
 from paxlike.layers.moe.grouped_matmul import GroupedForm
 from paxlike.layers.precision import cpu_dots, float32_sums
-from paxlike.layers.precision.matmul import matmul, multiply
+from paxlike.layers.precision.matmul import by_form, matmul
 
 
 def dropless(x_MD, w_EDF):
-  return multiply(x_MD, w_EDF, GroupedForm(jnp.array([8, 24], jnp.int32)))
+  return by_form(x_MD, w_EDF, GroupedForm(jnp.array([8, 24], jnp.int32)))
 
 
 def in_slots(x_ECD, w_EDF):
-  return multiply(x_ECD, w_EDF, BatchedForm())
+  return by_form(x_ECD, w_EDF, BatchedForm())
 
 
 def tied_logits(x_BTD, table_VD):
@@ -98,6 +98,13 @@ def test_weights_of_integers_are_not_converted(dtype, error, num_blocks):
   np.testing.assert_allclose(exact(dx), wanted, atol=0.01 * np.abs(wanted).max())
 
 
+def float32_of_fusions(function, *arrays):
+  """Returns the shapes of float32 results of fusions."""
+  program = hlo.text(function, *arrays, options={"xla_cpu_use_fusion_emitters": True})
+  fused = [one.outputs[0] for one in hlo.instructions(program) if one.operation == "fusion"]
+  return {one.dims for one in fused if one.dtype == "f32"}
+
+
 def test_a_loop_looks_up_rows_of_a_table_that_is_not_converted():
   def rows(table_VD, ids_T):
     def one(total_D, id):
@@ -107,6 +114,22 @@ def test_a_loop_looks_up_rows_of_a_table_that_is_not_converted():
     return jax.lax.scan(one, jnp.zeros(64), ids_T)[0]
 
   table, ids = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((5,), jnp.int32)
-  program = hlo.text(rows, table, ids, options={"xla_cpu_use_fusion_emitters": True})
-  fused = [one.outputs[0] for one in hlo.instructions(program) if one.operation == "fusion"]
-  assert fused and "f32" not in {one.dtype for one in fused if one.dims == table.shape}
+  found = float32_of_fusions(rows, table, ids)
+  assert found and table.shape not in found
+
+
+def test_a_loop_over_blocks_converts_only_what_it_multiplies():
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+  sizes_E, rows = jax.ShapeDtypeStruct((4,), jnp.int32), 80 + 8  # A block more than there are.
+  found = float32_of_fusions(
+    lambda x, w, sizes_E: GroupedForm(sizes_E).outputs(x, w, jnp.bfloat16),
+    *(array(80, 16), array(4, 16, 24), sizes_E),
+  )
+  assert (rows, 24) in found and not found & {(rows, 16), (4, 16, 24)}
+  found = float32_of_fusions(
+    lambda x, dy, sizes_E: GroupedForm(sizes_E).to_weights(x, dy, jnp.bfloat16),
+    *(array(80, 16), array(80, 24), sizes_E),
+  )
+  assert (4, 16, 24) in found and not found & {(rows, 16), (rows, 24)}
