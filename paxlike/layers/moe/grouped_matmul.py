@@ -153,8 +153,12 @@ def _ragged_transposed(
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """Returns the rows of a block: a quarter of the mean group size (little padding), 8 to 256."""
-  return min(_LARGEST_BLOCK, max(8, num_rows // num_groups // 4))
+  """Returns the rows of a block, 8 to 256: half of the mean group's, a quarter of large groups'.
+
+  Larger blocks have more padding, smaller ones multiply more slowly: most of all below 128 rows.
+  """
+  mean = num_rows // num_groups
+  return min(_LARGEST_BLOCK, max(8, min(mean // 2, 128), mean // 4))
 
 
 def _multiply_blocks(

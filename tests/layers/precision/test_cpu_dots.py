@@ -122,7 +122,7 @@ def test_a_loop_over_blocks_converts_only_what_it_multiplies():
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-  sizes_E, rows = jax.ShapeDtypeStruct((4,), jnp.int32), 80 + 8  # A block more than there are.
+  sizes_E, rows = jax.ShapeDtypeStruct((4,), jnp.int32), 80 + 10  # A block more than there are.
   found = float32_of_fusions(
     lambda x, w, sizes_E: GroupedForm(sizes_E).outputs(x, w, jnp.bfloat16),
     *(array(80, 16), array(4, 16, 24), sizes_E),
