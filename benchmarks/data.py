@@ -7,7 +7,8 @@ prints one JSON line for each case and side: paxlike and `datasets` take turns, 
 shown. CPU-seconds are of all threads. The text is that of the standard library's sources, as
 .jsonl.
 
-`tokenize` reads it, turns it into ids with the same tokenizer and writes them. `pack`, for
+`tokenize` reads it, turns it into ids with the same tokenizer and writes them. The `datasets` side
+has paxlike's encoder; of SentencePiece, `tokenizers` is Hugging Face's own encoder. `pack`, for
 `datasets` alone, concatenates documents and cuts them into rows, once. `prepared` is shuffled
 batches of inputs, targets and weights: of paxlike from its index, by a thread of its own, which
 also packs; of `datasets` from those rows, over a shuffled index (`shuffle`) or from rows written
@@ -31,12 +32,15 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from paxlike.convert import sentencepiece_json
 from paxlike.data.packing import PackedRows
 from paxlike.data.text.text_files import TextFiles
 from paxlike.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from paxlike.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 
 NUM_PIECES = 4096
+
+EncodeAll = Callable[[list[str]], Any]
 
 
 def sources(num_bytes: int) -> Iterator[str]:
@@ -61,7 +65,7 @@ def train_pieces(folder: pathlib.Path) -> pathlib.Path:
   """Returns a new SentencePiece model."""
   import sentencepiece
 
-  path = folder / "pieces.model"
+  path = folder / "tokenizer.model"
   with path.open("wb") as file:
     sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=itertools.chain.from_iterable(t.splitlines() for t in sources(1_000_000)),
@@ -82,6 +86,15 @@ def data(path: pathlib.Path, tokenizer: Tokenizer, **options: Any) -> PackedRows
   return PackedRows(corpus=corpus, **arguments)
 
 
+def own_encoder(model: pathlib.Path) -> EncodeAll:
+  """Returns Hugging Face's encoder of a SentencePiece model, whose `tokenizer.json` it writes."""
+  import tokenizers
+
+  sentencepiece_json.write(model, max_len=1024)
+  encoder = tokenizers.Tokenizer.from_file(str(model.with_name("tokenizer.json")))
+  return lambda texts: [one.ids for one in encoder.encode_batch(texts, add_special_tokens=False)]
+
+
 class Theirs:
   """The same work as `datasets` does it.
 
@@ -92,11 +105,12 @@ class Theirs:
   def __init__(self, path: pathlib.Path, tokenizer: Tokenizer):
     self._path, self._tokenizer = path, tokenizer
 
-  def tokenize(self, folder: pathlib.Path) -> datasets.Dataset:
-    """Returns the documents as `ids`."""
+  def tokenize(self, folder: pathlib.Path, encode_all: EncodeAll | None = None) -> datasets.Dataset:
+    """Returns the documents as `ids`, by the tokenizer or by `encode_all`."""
+    encode_all = encode_all or self._tokenizer.encode_all
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[np.ndarray]]:
-      return {"ids": self._tokenizer.encode_all(batch["text"])}
+    def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
+      return {"ids": encode_all(batch["text"])}
 
     files = {"train": str(self._path)}
     texts = datasets.load_dataset("json", data_files=files, cache_dir=str(folder), split="train")
@@ -144,18 +158,23 @@ def timed(function: Callable[[], Any]) -> tuple[Took, Any]:
 def tokenize(path: pathlib.Path, name: str, tokenizer: Tokenizer, *, repeats: int):
   """Times reading text and writing ids."""
   folder = path.parent / "datasets"
-  times: dict[str, list[Took]] = {"paxlike": [], "datasets": []}
+  encoders: dict[str, EncodeAll | None] = {"datasets": None}
+  if isinstance(tokenizer, SentencePieceTokenizer):
+    encoders["datasets: tokenizers"] = own_encoder(tokenizer.path)
+  times: dict[str, list[Took]] = collections.defaultdict(list)
   num_tokens = 0
   for _ in range(repeats):
-    for cache in (folder, path.parent / "cache"):
-      shutil.rmtree(cache, ignore_errors=True)
+    shutil.rmtree(path.parent / "cache", ignore_errors=True)
     source = data(path, tokenizer)
     took, index = timed(source.corpus.index)
     times["paxlike"].append(took)
     num_tokens = len(index.tokens)
-    took, documents = timed(lambda: Theirs(path, tokenizer).tokenize(folder))
-    times["datasets"].append(took)
-    assert sum(map(len, documents.with_format("numpy")["ids"])) == num_tokens
+    for side, encoder in encoders.items():
+      shutil.rmtree(folder, ignore_errors=True)
+      theirs = Theirs(path, tokenizer)
+      took, documents = timed(lambda theirs=theirs, by=encoder: theirs.tokenize(folder, by))
+      times[side].append(took)
+      assert sum(map(len, documents.with_format("numpy")["ids"])) == num_tokens
   report("tokenize", num_tokens, times, tokenizer=name)
 
 
