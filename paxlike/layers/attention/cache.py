@@ -162,8 +162,9 @@ def _written(cache: jax.Array, new: jax.Array, slots_BT: jax.Array, *, axis: int
 
   The batch is a dim of the scatter, not an index of it, so that a sharded one stays where it is.
   """
-  one_each = len(slots_BT) == 1 or mesh.sizes_here(mesh.AXES)  # Or a device may have one text.
-  if slots_BT.shape[1] == 1 and one_each and cpu_dots.on_cpu():
+  # Of several devices, each may have one text.
+  is_one = slots_BT.shape[1] == 1 and (len(slots_BT) == 1 or mesh.sizes_here(mesh.AXES))
+  if is_one and cpu_dots.on_cpu():
     # XLA turns a scatter of one token into updates of slices, for which it copies the whole cache.
     # A scatter of two tokens stays a scatter; the second one is out of bounds, and skipped.
     new = jnp.concatenate([new, new], 1)
