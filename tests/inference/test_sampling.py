@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 
+from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.inference.sampling import Sampling
 
@@ -78,6 +82,19 @@ def test_of_equally_likely_tokens_the_first_is_taken(size):
   logits[0] = -np.inf
   tokens, _ = Sampling().draw(jnp.array(logits), jax.random.split(jax.random.key(0), 40))
   np.testing.assert_array_equal(tokens, logits.argmax(-1))
+
+
+def test_the_likeliest_of_a_sharded_vocabulary_is_found_without_gathering_logits():
+  logits = np.random.default_rng(0).normal(size=(4, 1024)).astype(np.float32)
+  devices = MeshSpec(ici=(1, 1, 2)).build(jax.devices()[:2])
+  with jax.set_mesh(devices):
+    sharded = jax.device_put(logits, jax.NamedSharding(devices, jax.P(None, "tensor")))
+    choose = jax.jit(Sampling().choose).lower(sharded, jax.random.split(jax.random.key(0), 4))
+    compiled = choose.compile()
+    tokens = compiled(sharded, jax.random.split(jax.random.key(0), 4))
+  np.testing.assert_array_equal(tokens, logits.argmax(-1))
+  moved = [shape for one in hlo.collectives(hlo.text(compiled)) for shape in one.outputs]
+  assert moved and max(math.prod(shape.dims) for shape in moved) <= 2 * len(logits)
 
 
 @pytest.mark.parametrize(
