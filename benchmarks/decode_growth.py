@@ -15,6 +15,7 @@ from typing import Any
 
 import experiments
 import gpu_experiment
+import growth
 import jax
 import numpy as np
 
@@ -23,26 +24,16 @@ from paxlike.inference.generate import STEPS_PER_CALL, Generator
 from paxlike.inference.request import Request
 from paxlike.training import train_state
 
-BASE: dict[str, Any] = {
-  "USE_REPEATED_LAYER": False,
+BASE = growth.BASE | {
   "NUM_LAYERS": 4,
   "MODEL_DIMS": 512,
   "HIDDEN_DIMS": 2048,
   "NUM_HEADS": 8,
-  "DIMS_PER_HEAD": 64,
   "VOCAB_SIZE": 8192,
   "MAX_SEQ_LEN": 8192,
 }
-# What grows -> the knobs to multiply; none for prompts and slots.
-GROWN = {
-  "layers": ("NUM_LAYERS",),
-  "width": ("MODEL_DIMS", "HIDDEN_DIMS", "NUM_HEADS"),
-  "vocabulary": ("VOCAB_SIZE",),
-  "prompts": (),
-  "slots": (),
-}
+GROWN: dict[str, tuple[str, ...]] = growth.MODEL | {"prompts": (), "slots": ()}
 SLOTS = 256  # Of the cache, for each prompt.
-TIMES = (1, 2, 4, 8)
 
 
 def measure(knobs: dict[str, Any], *, prompts: int, slots: int, calls: int) -> float:
@@ -77,16 +68,17 @@ def main():
   print("| what grows | times | CPU-milliseconds a step | of the first |")
   print("|---|---:|---:|---:|", flush=True)
   for name in [options.only] if options.only else GROWN:
-    first = None
-    for times in TIMES:
+
+    def measured(times: int, name: str = name) -> tuple[float]:
       seconds = measure(
         base | {knob: base[knob] * times for knob in GROWN[name]},
         prompts=times if name == "prompts" else 1,
         slots=SLOTS * (times if name == "slots" else 1),
         calls=options.calls,
       )
-      first = seconds if first is None else first
-      print(f"| {name} | {times} | {seconds * 1e3:.2f} | {seconds / first:.2f} |", flush=True)
+      return (seconds * 1e3,)
+
+    growth.print_rows(name, 2, measured)
 
 
 if __name__ == "__main__":

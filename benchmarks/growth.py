@@ -11,6 +11,7 @@ is measured in a process of its own.
 import argparse
 import os
 import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cpu_sides import Worker
@@ -28,16 +29,35 @@ BASE: dict[str, Any] = {
   "MAX_SEQ_LEN": 256,
   "PERCORE_BATCH_SIZE": 8,
 }
-# What grows -> the knobs that do.
-GROWN = {
+# What grows of a model -> the knobs to multiply.
+MODEL = {
   "layers": ("NUM_LAYERS",),
   "width": ("MODEL_DIMS", "HIDDEN_DIMS", "NUM_HEADS"),
+  "vocabulary": ("VOCAB_SIZE",),
+}
+GROWN = MODEL | {
   "sequence length": ("MAX_SEQ_LEN",),
   "batch": ("PERCORE_BATCH_SIZE",),
-  "vocabulary": ("VOCAB_SIZE",),
   "devices": (),
 }
 TIMES = (1, 2, 4, 8)
+
+
+def print_rows(name: str, digits: int, measure: Callable[[int], Sequence[float]]):
+  """Prints a row of a table for each of `TIMES`.
+
+  Args:
+    name: What grows.
+    digits: After the point of the first figure.
+    measure: Returns the figures for so many times the size; the first one is printed, and then by
+      how much each is larger than it was.
+  """
+  first = None
+  for times in TIMES:
+    found = measure(times)
+    first = found if first is None else first
+    ratios = (f"{x / y:.2f}" for x, y in zip(found, first, strict=True))
+    print(f"| {name} | {times} | {found[0]:.{digits}f} | {' | '.join(ratios)} |", flush=True)
 
 
 def measure(knobs: dict[str, Any], *, devices: int, steps: int) -> tuple[float, float]:
@@ -60,15 +80,14 @@ def main():
   print("| what grows | times | CPU-seconds | of the first | FLOPs of the first |")
   print("|---|---:|---:|---:|---:|", flush=True)
   for name in [options.only] if options.only else GROWN:
-    grown, first = GROWN[name], None
-    for times in TIMES:
-      knobs = base | {knob: base[knob] * times for knob in grown}
-      devices = 1 if grown else times
+
+    def measured(times: int, name: str = name) -> tuple[float, float]:
+      knobs = base | {knob: base[knob] * times for knob in GROWN[name]}
+      devices = times if name == "devices" else 1
       knobs["PERCORE_BATCH_SIZE"] //= devices
-      found = measure(knobs, devices=devices, steps=options.steps)
-      first = first or found
-      ratios = (f"{x / y:.2f}" for x, y in zip(found, first, strict=True))
-      print(f"| {name} | {times} | {found[0]:.3f} | {' | '.join(ratios)} |", flush=True)
+      return measure(knobs, devices=devices, steps=options.steps)
+
+    print_rows(name, 3, measured)
 
 
 if __name__ == "__main__":
