@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the data pipeline, and beside it that of Hugging Face.
+"""Measures the data pipeline, and beside it those of Hugging Face and of Grain.
 
     python benchmarks/data.py [--megabytes=8] [--seq_len=1024] [--batch_size=32] [--repeats=3]
 
@@ -12,7 +12,8 @@ has paxlike's encoder; of SentencePiece, `tokenizers` is Hugging Face's own enco
 `datasets` alone, concatenates documents and cuts them into rows, once. `prepared` is shuffled
 batches of inputs, targets and weights: of paxlike from its index, by a thread of its own, which
 also packs; of `datasets` from those rows, over a shuffled index (`shuffle`) or from rows written
-in that order (`flatten_indices`), as numpy.
+in that order (`flatten_indices`), as numpy; of `grain` from those rows as one array in memory,
+shuffled, by a thread of its own.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import datasets
+import grain
 import numpy as np
 
 from paxlike.convert import sentencepiece_json
@@ -136,9 +138,21 @@ class Theirs:
     """Yields batches for ever."""
     while True:
       for batch in rows.with_format("numpy").iter(batch_size, drop_last_batch=True):
-        row: Any = batch["row"]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        inputs, targets = row[:, :-1].astype(np.int32), row[:, 1:].astype(np.int32)
-        yield {"inputs": inputs, "targets": targets, "weights": np.ones(inputs.shape, np.float32)}
+        yield shifted(batch["row"])  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def shifted(rows: Any) -> dict[str, np.ndarray]:
+  """Returns the batch of rows of `seq_len` + 1 tokens."""
+  inputs, targets = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
+  return {"inputs": inputs, "targets": targets, "weights": np.ones(inputs.shape, np.float32)}
+
+
+def grain_batches(rows: np.ndarray, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+  """Returns batches for ever, as Grain makes them."""
+  sequences: Any = grain.MapDataset.source(rows)  # pyright: ignore[reportArgumentType]
+  batches = sequences.shuffle(seed=0).repeat().batch(batch_size, drop_remainder=True).map(shifted)
+  one_thread = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+  return iter(batches.to_iter_dataset(one_thread))
 
 
 class Took(NamedTuple):
@@ -190,6 +204,7 @@ def prepared(
   shuffled = rows.shuffle(seed=0)
   kinds = {"datasets: shuffle": shuffled, "datasets: flatten_indices": shuffled.flatten_indices()}
   num_batches = max(10_000_000 // (batch_size * seq_len), 8)
+  array: Any = rows.with_format("numpy")["row"][:]
   times: dict[str, list[Took]] = collections.defaultdict(list)
   for _ in range(repeats):
     for packed in (True, False):
@@ -199,6 +214,7 @@ def prepared(
         times[side].append(drain(batches, num_batches))
     for side, ordered in kinds.items():
       times[side].append(drain(theirs.batches(ordered, batch_size), num_batches))
+    times["grain"].append(drain(grain_batches(array, batch_size), num_batches))
   report("prepared", num_batches * batch_size * seq_len, times, **sizes)
 
 

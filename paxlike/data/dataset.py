@@ -192,8 +192,14 @@ class RowDataset(Dataset):
       while repeat and position >= self.num_rows(epoch):
         position -= self.num_rows(epoch)
         epoch += 1
-      arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-      yield Batch(arrays, {"epoch": epoch, "position": position, "fingerprint": fingerprint})
+      state = {"epoch": epoch, "position": position, "fingerprint": fingerprint}
+      yield Batch(_concatenated(parts), state)
+
+
+def _concatenated(parts: list[Arrays]) -> Arrays:
+  if len(parts) == 1:
+    return parts[0]
+  return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _without_weight(arrays: Arrays) -> Arrays:
@@ -240,17 +246,10 @@ class Batches(Iterator[Batch]):
     last: BaseException | None = None
     try:
       for batch in source:
-        if not self._put(batch):
+        if not self._closed.is_set():
+          self._queue.put(batch)
+        if self._closed.is_set():
           return
     except BaseException as error:  # Raised again by `__next__`.
       last = error
-    self._put(last)
-
-  def _put(self, item: Batch | BaseException | None) -> bool:
-    while not self._closed.is_set():
-      try:
-        self._queue.put(item, timeout=0.1)
-        return True
-      except queue.Full:
-        continue
-    return False
+    self._queue.put(last)

@@ -77,7 +77,7 @@ class PackedRows(CorpusRows):
     shape = len(first_B), len(columns)
     parts = _segments(plan, first_B, len(columns))
     tokens = self._tokens(plan, first_B, parts).reshape(shape)
-    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    inputs, targets = tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
     arrays = {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
     if self.packed:
       segments = parts.per_position(parts.number + 1).reshape(shape)
@@ -92,7 +92,7 @@ class PackedRows(CorpusRows):
     return arrays
 
   def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Segments) -> np.ndarray:
-    """Returns int32 tokens, flattened over sequences."""
+    """Returns tokens in the dtype of the documents', flattened over sequences."""
     width = self.seq_len + 1
     # Stream position minus position in the flattened batch.
     shift = first_B[parts.row] - parts.row * width
@@ -153,7 +153,7 @@ class PackedRows(CorpusRows):
 
 
 def _ranges(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-  """Returns tokens[start : start + length] of all ranges as one int32 array.
+  """Returns tokens[start : start + length] of all ranges as one array.
 
   Ranges may include the places of markers and of padding, even outside of `tokens`. What is
   returned there is arbitrary.
@@ -162,11 +162,10 @@ def _ranges(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.n
   is_inside = starts.min(initial=0) >= 0 and ends.max(initial=0) <= len(tokens)
   if is_inside and len(lengths) * _LONG <= lengths.sum():
     pairs = zip(starts.tolist(), ends.tolist(), strict=True)
-    ranges = [np.zeros(0, np.int32), *(tokens[start:end] for start, end in pairs)]
-    return np.concatenate(ranges, dtype=np.int32, casting="unsafe")
+    return np.concatenate([tokens[:0], *(tokens[start:end] for start, end in pairs)])
   first = np.cumsum(lengths) - lengths
   places = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
-  return tokens.take(places, mode="clip").astype(np.int32)
+  return tokens.take(places, mode="clip")
 
 
 def _segments(plan: _Plan, first_B: np.ndarray, width: int) -> _Segments:
@@ -178,5 +177,6 @@ def _segments(plan: _Plan, first_B: np.ndarray, width: int) -> _Segments:
   number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
   piece = first_piece[row] + number
   column = np.maximum(plan.begins[piece] - first_B[row], 0)
-  lengths = np.diff(row * width + column, append=len(first_B) * width)
+  begins = row * width + column
+  lengths = np.append(begins[1:], len(first_B) * width) - begins
   return _Segments(row, number.astype(np.int32), column.astype(np.int32), piece, lengths)

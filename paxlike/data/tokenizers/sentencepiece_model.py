@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SentencePiece model with the added tokens of its settings."""
 
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.errors import UserError
 
 _CHARACTERS_PER_THREAD = 2**16
+# The library's time per character grows with the text.
+_CHARACTERS_PER_PART = 2**10
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # In pieces.
+_WORD_END = re.compile("(?<=[0-9A-Za-z]) ")
+# Rules of normalization by which a space after a letter does not depend on the letter.
+_NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
 
 
 class _Part(NamedTuple):
-  """The text up to an added token, or to the end of the whole text.
+  """The text up to an added token, up to a later word, or to the end of the whole text.
 
   Attributes:
     text: The part.
     is_first: Whether it is the first part of its text.
     spaced: Whether the model prepends a space.
-    token: The id of the added token; None at the end.
+    token: The id of the added token that follows, if one does.
   """
 
   text: str
@@ -78,10 +85,10 @@ class Pieces:
     added = sorted(added, key=lambda token: -len(token.text))  # The longest match wins.
     self._texts_found = [token.text for token in added]
     self._split = _pattern(added) if finds else None
-    # The model for text after an added token.
-    self._inner, self._trims = self.model, False
-    if added and not legacy:
-      self._inner, self._trims = _without_prefix(content)
+    self._content = content
+    self._legacy = legacy
+    if added:
+      _ = self._later  # May raise the library's errors.
 
   def id_of(self, text: str) -> int | None:
     """Returns the id of a token by its text; None if there is no such token."""
@@ -103,13 +110,10 @@ class Pieces:
 
   def encode(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text; several threads encode texts of many characters in all."""
-    if self._split is None:
-      return _encoded(self.model, texts)
     parts = [part for text in texts for part in self._parts(text)]
-    found = {
-      spaced: iter(_encoded(model, [part.text for part in parts if part.spaced == spaced]))
-      for spaced, model in ((True, self.model), (False, self._inner))
-    }
+    spaced = _encoded(self.model, [part.text for part in parts if part.spaced])
+    others = [part.text for part in parts if not part.spaced]
+    found = {True: iter(spaced), False: iter(_encoded(self._later.model, others) if others else ())}
     ids: list[list[int]] = []
     for part in parts:
       if part.is_first:
@@ -120,20 +124,33 @@ class Pieces:
     return ids
 
   def _parts(self, text: str) -> Iterator[_Part]:
-    assert self._split is not None
     end = 0
-    for found in self._split.finditer(text):
+    for found in self._split.finditer(text) if self._split else ():
       assert found.lastindex is not None
       token = self.ids[self._texts_found[found.lastindex - 1]]
-      yield self._part(text[end : found.start()], is_first=not end, token=token)
+      yield from self._words(text[end : found.start()], is_first=not end, token=token)
       end = found.end()
-    yield self._part(text[end:], is_first=not end)
+    yield from self._words(text[end:], is_first=not end)
 
-  def _part(self, text: str, *, is_first: bool, token: int | None = None) -> _Part:
-    # `model` prepends a space, `_inner` does not. The beginning of the whole text gets that space.
-    # Later text keeps its own leading white space; if the model trims that off, the space that
-    # `model` prepends replaces it.
-    return _Part(text, is_first, is_first or (self._trims and text[:1].isspace()), token)
+  def _words(self, text: str, *, is_first: bool, token: int | None = None) -> Iterator[_Part]:
+    """Yields the text between added tokens, in parts of whole words if it is long."""
+    # `model` prepends a space, `_later.model` does not. The beginning of the whole text gets that
+    # space. Later text keeps its own leading white space; if the model trims that off, the space
+    # that `model` prepends replaces it.
+    spaced = is_first or self._legacy or (text[:1].isspace() and self._later.trims)
+    begin = 0
+    while len(text) - begin > 2 * _CHARACTERS_PER_PART and self._later.has_words:
+      word_end = _WORD_END.search(text, begin + _CHARACTERS_PER_PART)
+      if word_end is None:
+        break
+      yield _Part(text[begin : word_end.start()], is_first, spaced, None)
+      begin = word_end.start()
+      is_first, spaced = False, self._later.trims
+    yield _Part(text[begin:], is_first, spaced, token)
+
+  @functools.cached_property
+  def _later(self) -> "_Later":
+    return _Later.of(self._content)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids, without special tokens."""
@@ -148,7 +165,8 @@ class Pieces:
     return text + self._decode(run, begins=not text)
 
   def _decode(self, ids: list[int], *, begins: bool) -> str:
-    return (self.model if begins else self._inner).decode(ids) if ids else ""
+    model = self.model if begins or self._legacy else self._later.model
+    return model.decode(ids) if ids else ""
 
 
 def _encoded(model: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -175,13 +193,45 @@ def _pattern(added: Sequence[AddedToken]) -> re.Pattern[str] | None:
   return re.compile("|".join(parts)) if parts else None
 
 
-def _without_prefix(content: bytes) -> tuple[Any, bool]:
-  """Returns the model without its dummy prefix, and whether it trims leading white space."""
-  import sentencepiece
-  from sentencepiece import sentencepiece_model_pb2
+class _Later(NamedTuple):
+  """What encodes later parts of a text.
 
-  proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-  proto.ParseFromString(content)
-  trims = proto.normalizer_spec.add_dummy_prefix and proto.normalizer_spec.remove_extra_whitespaces
-  proto.normalizer_spec.add_dummy_prefix = False
-  return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()), trims
+  Attributes:
+    model: The model without its dummy prefix, the space that it prepends to a text.
+    trims: Whether the model with its prefix trims leading white space.
+    has_words: Whether words are encoded independently of each other, with the spaces before them.
+  """
+
+  model: Any
+  trims: bool
+  has_words: bool
+
+  @classmethod
+  def of(cls, content: bytes) -> Self:
+    """Reads a model file's content; may raise the library's errors."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    proto.ParseFromString(content)
+    has_words = _has_words(proto)
+    normalizer = proto.normalizer_spec
+    trims = normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces
+    normalizer.add_dummy_prefix = False
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    return cls(model, trims, has_words)
+
+
+def _has_words(proto: Any) -> bool:
+  """Returns whether BPE merges no piece across a word's end; other models add up rounded scores."""
+  trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+  pieces = [piece.piece for piece in proto.pieces]
+  return (
+    trainer.model_type == trainer.BPE
+    and not trainer.treat_whitespace_as_suffix
+    and normalizer.name in _NORMALIZATIONS
+    and normalizer.escape_whitespaces
+    and (normalizer.add_dummy_prefix or not normalizer.remove_extra_whitespaces)
+    and _SPACE in pieces
+    and not any(_SPACE in piece.lstrip(_SPACE) or " " in piece for piece in pieces)
+  )

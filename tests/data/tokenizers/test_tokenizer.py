@@ -293,6 +293,41 @@ def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy, monkeypatch
 
 
 @pytest.mark.parametrize(
+  ("options", "has_words"),
+  [
+    ({}, True),
+    ({"normalization_rule_name": "identity", "remove_extra_whitespaces": False}, True),
+    ({"add_dummy_prefix": False, "remove_extra_whitespaces": False}, True),
+    ({"add_dummy_prefix": False}, False),
+    ({"split_by_whitespace": False}, False),
+    ({"treat_whitespace_as_suffix": True}, False),
+    ({"model_type": "unigram"}, False),
+  ],
+)
+def test_long_texts_are_encoded_by_words_as_if_whole(tmp_path, monkeypatch, options, has_words):
+  import sentencepiece
+
+  model, generator = io.BytesIO(), random.Random(0)
+  words = [*"ab é\n\t\u0301漢", "cat", "the", "sat", "on", "mat", "x1", "  "]
+  texts = ["".join(generator.choice(words) + " " * generator.randrange(3) for _ in range(400))]
+  texts += [" ".join(generator.choices(words, k=count)) for count in (*range(40), 300)]
+  texts += ["the cat" + " " * 50, " " * 50]
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(texts),
+    model_writer=model,
+    **{"vocab_size": 60, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
+    | options,
+  )
+  (tmp_path / "pieces.model").write_bytes(model.getvalue())
+  tokenizer = SentencePieceTokenizer(tmp_path / "pieces.model")
+  whole = tokenizer._model.model.encode(texts)
+  for size in (2**10, 5, 1):
+    monkeypatch.setattr(sentencepiece_model, "_CHARACTERS_PER_PART", size)
+    assert [ids.tolist() for ids in tokenizer.encode_all(texts)] == whole
+  assert (len(list(tokenizer._model._parts(texts[0]))) > 1) == has_words
+
+
+@pytest.mark.parametrize(
   ("settings", "said"),
   [
     ({"added_tokens_decoder": {"9999": {"content": "<x>"}}}, "'<x>' as 9999, but its id is"),
