@@ -32,6 +32,21 @@ def instructions(program: str) -> list[Instruction]:
   return [one for lines in computations(program).values() for one in lines]
 
 
+def in_loops(program: str) -> list[Instruction]:
+  """Returns the instructions of loops and of what they call."""
+  found = computations(program)
+
+  def of(computation: str, *, in_loop: bool) -> list[Instruction]:
+    here = []
+    for one in found[computation]:
+      here += [one] * in_loop
+      for called in one.called:
+        here += of(called, in_loop=in_loop or one.operation == "while")
+    return here
+
+  return of("", in_loop=False)
+
+
 def custom_calls(program: str, target: str) -> list[Instruction]:
   """Returns the calls of targets that begin so."""
   return [one for one in instructions(program) if one.target.startswith(target)]

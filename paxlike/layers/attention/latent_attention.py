@@ -21,6 +21,7 @@ from paxlike.layers.attention.rope import Rope
 from paxlike.layers.aux_losses import Aux, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
+from paxlike.layers.precision import cpu_dots
 
 
 class Queries(NamedTuple):
@@ -181,27 +182,23 @@ class LatentAttention(module.Module):
     key_BT1R = self.rope(key_BTR[:, :, None], context.positions_BT)
     return Latents(self.latent_norm(latent_BTC), key_BT1R[:, :, 0])
 
-  def _absorbed(self, queries: Queries) -> tuple[jax.Array, jax.Array]:
-    """Returns (queries of cached vectors [B, T, N, C], the map of latents to values [C, N, H])."""
-    w_CNH = self.key_value.matrix().astype(queries.q_BTNH.dtype)
-    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
-    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", queries.q_BTNH, to_key_CNH)
-    return jnp.concatenate([q_BTNC, queries.rotary_BTNR], axis=-1), to_value_CNH
-
   def _attend_to(
     self, latents_BCS: jax.Array, visible_BS: jax.Array, queries: Queries
   ) -> jax.Array:
     """Returns y_B1NH of one query per sequence and cached vectors, of which some are visible."""
-    q_B1NC, to_value_CNH = self._absorbed(queries)
+    dtype = queries.q_BTNH.dtype
+    w_NCH = self.key_value.matrix().astype(dtype).swapaxes(0, 1)
+    to_key_NCH, to_value_NCH = jnp.split(w_NCH, [self.head_dim], axis=-1)
+    q_BNC = cpu_dots.dot_of_heads(queries.q_BTNH[:, 0], to_key_NCH, -1)
     # Multi-query attention: the latent vector is the key and the value of one KV head.
     y_BNC = kernels.cached(
-      q_B1NC[:, 0],
+      jnp.concatenate([q_BNC, queries.rotary_BTNR[:, 0]], axis=-1),
       latents_BCS[:, None],
       latents_BCS[:, None, : self.rank].swapaxes(2, 3),
       visible_BS,
       scale=self.scale,
     )
-    return jnp.einsum("BNC,CNH->BNH", y_BNC.astype(q_B1NC.dtype), to_value_CNH)[:, None]
+    return cpu_dots.dot_of_heads(y_BNC.astype(dtype), to_value_NCH, -2)[:, None]
 
   def requirements(self, *, is_packed: bool) -> Requirements:
     """See `Attention.requirements`."""

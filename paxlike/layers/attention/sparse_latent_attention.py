@@ -123,6 +123,13 @@ class SparseLatentAttention(LatentAttention):
     aux = max_logit.metric(largest_N) if context.log_layers else none()
     return y_BTNH, add(aux, self._loss(found, context)) if self.loss_weight else aux
 
+  def _absorbed(self, queries: Queries) -> tuple[jax.Array, jax.Array]:
+    """Returns (queries of cached vectors [B, T, N, C], the map of latents to values [C, N, H])."""
+    w_CNH = self.key_value.matrix().astype(queries.q_BTNH.dtype)
+    to_key_CNH, to_value_CNH = jnp.split(w_CNH, [self.head_dim], axis=-1)
+    q_BTNC = jnp.einsum("BTNH,CNH->BTNC", queries.q_BTNH, to_key_CNH)
+    return jnp.concatenate([q_BTNC, queries.rotary_BTNR], axis=-1), to_value_CNH
+
   def _found(
     self,
     q_BTNC: jax.Array,

@@ -58,6 +58,21 @@ def _dot(a: jax.Array, b: jax.Array, axis: int, sums: Any) -> jax.Array:
   return jax.lax.dot_general(a, b, dims, preferred_element_type=sums)
 
 
+def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
+  """Returns x of each head times its own matrix, [B, N, O], for few B.
+
+  Args:
+    x_BNI: One vector per head.
+    w_NIO: The matrices, as the transposition of a weight; [N, O, I] if `axis` is -1.
+    axis: Of w, the one of I.
+  """
+  if not on_cpu():
+    return jnp.einsum("BNI,NIO->BNO", x_BNI, w_NIO if axis == -2 else w_NIO.swapaxes(1, 2))
+  # Without a barrier, XLA transposes the matrices in another way, number by number, and in each
+  # step. So they are transposed ahead of the loop of steps.
+  return dot(x_BNI.swapaxes(0, 1), jax.lax.optimization_barrier(w_NIO), axis).swapaxes(0, 1)
+
+
 def has_few(num_rows: int) -> bool:
   """Returns whether `dot_of_integers` of so many rows is faster than a dot with w converted."""
   return 0 < num_rows <= _FEW_ROWS and on_cpu()

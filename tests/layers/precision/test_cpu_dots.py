@@ -2,6 +2,7 @@
 """XLA for CPUs converts no operand of a matmul to float32, and no table."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -133,3 +134,29 @@ def test_a_loop_over_blocks_converts_only_what_it_multiplies():
     *(array(80, 16), array(80, 24), sizes_E),
   )
   assert (4, 16, 24) in found and not found & {(rows, 16), (rows, 24)}
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrices_of_heads_are_transposed_ahead_of_a_loop(axis, dtype):
+  num_heads, size, width = 4, 24, 32
+
+  def decode(x_BNI, w_INO):
+    def step(x_BNI, unused):
+      del unused
+      y_BNO = cpu_dots.dot_of_heads(x_BNI, w_INO.swapaxes(0, 1), axis)
+      return x_BNI + y_BNO.sum(-1, keepdims=True), y_BNO
+
+    return jax.lax.scan(step, x_BNI, length=3)
+
+  random = np.random.default_rng(0)
+  x_BNI = jnp.asarray(random.normal(size=(2, num_heads, (size, width)[axis])), dtype)
+  w = jnp.asarray(random.normal(size=(size, num_heads, width)), dtype)
+  expected = np.einsum("BNI,INO->BNO" if axis == -2 else "BNI,ONI->BNO", exact(x_BNI), exact(w))
+  error = 1e-6 if dtype == jnp.float32 else 8e-3
+  np.testing.assert_allclose(exact(decode(x_BNI, w)[1][0]), expected, atol=error * 20, rtol=error)
+
+  loops = hlo.in_loops(hlo.text(decode, x_BNI, w))
+  assert "dot" in {one.operation for one in loops}
+  rewritten = [one for one in loops if one.operation in ("copy", "transpose")]
+  assert w.size not in {math.prod(one.outputs[0].dims) for one in rewritten}
