@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.packed_layers import DIM, LAYERS, MESHES, MIXERS, differences, drawn, on, tokens
 
-from paxlike.layers import Context
+from paxlike.layers import Context, ShortConv
 from paxlike.layers.recurrent import chunk_scan, delta_rule, shards, ssd
 
 
@@ -111,3 +111,34 @@ def test_the_chunks_of_mamba2_equal_its_recurrence():
   y, last = jax.jit(functools.partial(ssd.chunked, chunk=16, num_devices=1))(*given, segments)
   np.testing.assert_allclose(y, expected, atol=1e-5)
   np.testing.assert_allclose(last, state, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_short_convolution_has_the_gradients_of_its_sum(dtype, is_packed):
+  definition, _ = drawn(lambda: ShortConv({"heads": 2, "head": 3}, use_bias=True))
+  random = np.random.default_rng(0)
+  x, dy = (jnp.asarray(random.normal(size=(2, 9, 2, 3)), dtype) for _ in range(2))
+  w, b = jnp.asarray(random.normal(size=(2, 3, 4))), jnp.asarray(random.normal(size=(2, 3)))
+  segments_BT = jnp.array([[1, 1, 1, 1, 2, 2, 3, 0, 0], [1] * 6 + [2] * 3])
+
+  def own(x, w, b):
+    return definition.bind({"w": w, "b": b})(x, segments_BT if is_packed else None)
+
+  def summed(x, w, b):
+    y = jnp.zeros(x.shape)
+    for shift in range(4):
+      before = jnp.pad(x, ((0, 0), (shift, 0), (0, 0), (0, 0)))[:, :9].astype(jnp.float32)
+      if is_packed:
+        segments = jnp.pad(segments_BT, ((0, 0), (shift, 0)))[:, :9]
+        before = jnp.where((segments == segments_BT)[..., None, None], before, 0)
+      y += before * w[..., 3 - shift]
+    return jax.nn.silu(y + b).astype(dtype)
+
+  (y, gradients), (expected, expected_gradients) = (
+    (function(x, w, b), jax.vjp(function, x, w, b)[1](dy)) for function in (own, summed)
+  )
+  error = 2e-6 if dtype == jnp.float32 else 8e-3
+  for a, b in zip((y, *gradients), (expected, *expected_gradients), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(*(np.asarray(c, np.float64) for c in (a, b)), rtol=error, atol=error)
