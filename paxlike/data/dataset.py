@@ -162,7 +162,7 @@ class RowDataset(Dataset):
 
   @abc.abstractmethod
   def rows(self, epoch: int, numbers: np.ndarray) -> Arrays:
-    """Returns the sequences at `numbers`, int64 [n] in [0, num_rows), as arrays [n, T]."""
+    """Returns the sequences at `numbers`, int64 [n] in [0, num_rows), as new arrays [n, T]."""
 
   def _num_rows_of(self, epoch: int) -> int | None:
     return self.num_rows(epoch)
@@ -246,10 +246,13 @@ class Batches(Iterator[Batch]):
     last: BaseException | None = None
     try:
       for batch in source:
-        if not self._closed.is_set():
-          self._queue.put(batch)
+        self._put(batch)
         if self._closed.is_set():
           return
     except BaseException as error:  # Raised again by `__next__`.
       last = error
-    self._queue.put(last)
+    self._put(last)
+
+  def _put(self, item: Batch | BaseException | None):
+    if not self._closed.is_set():
+      self._queue.put(item)  # If `close` comes while this waits, it drains the queue.

@@ -92,13 +92,16 @@ class PackedRows(CorpusRows):
     return arrays
 
   def _tokens(self, plan: _Plan, first_B: np.ndarray, parts: _Segments) -> np.ndarray:
-    """Returns tokens in the dtype of the documents', flattened over sequences."""
+    """Returns tokens in any integer dtype, flattened over sequences."""
     width = self.seq_len + 1
     # Stream position minus position in the flattened batch.
     shift = first_B[parts.row] - parts.row * width
     starts = parts.row * width + parts.column + plan.offsets[parts.piece] + shift
     ids = _ranges(self._documents.tokens, starts, parts.lengths)
     bos, eos = self._markers
+    largest = max((marker for marker in (bos, eos) if marker is not None), default=0)
+    if largest > np.iinfo(ids.dtype).max:
+      ids = ids.astype(np.int32)
     if bos is not None:
       begun = plan.begins[parts.piece] >= first_B[parts.row]
       begun &= (parts.piece > 0) | (not plan.torn)

@@ -83,7 +83,8 @@ class TokenShards(RowDataset):
       most = int(tokens.max())
       raise UserError(f"{self.named}: id {most} is not below VOCAB_SIZE={self._vocab_size}.")
     weights = np.ones((len(tokens), self.seq_len), np.float32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    return {"inputs": inputs, "targets": targets, "weights": weights}
 
   def _row(self, number: int) -> np.ndarray:
     file = int(np.searchsorted(self._ends, number, side="right"))

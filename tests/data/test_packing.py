@@ -13,13 +13,13 @@ from paxlike.data.packing import PackedRows
 from paxlike.data.token_index import TokenIndex
 from paxlike.data.tokenizers.tokenizer import Tokenizer
 
-BOS, EOS = 1000, 1001
+BOS, EOS = 1000, 70_000  # The ids of documents are uint16.
 
 
 class Marks(Tokenizer):
   """Only the ids of the markers."""
 
-  vocab_size = 1002
+  vocab_size = 70_001
 
   def __init__(self, bos_id: int | None, eos_id: int | None):
     self.bos_id, self.eos_id = bos_id, eos_id

@@ -11,21 +11,22 @@ from paxlike.data.tokenizers.token_settings import AddedToken
 from paxlike.errors import UserError
 
 _CHARACTERS_PER_THREAD = 2**16
-# The library's time per character grows with the text.
+# The library takes longer per character in longer texts.
 _CHARACTERS_PER_PART = 2**10
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # In pieces.
 _WORD_END = re.compile("(?<=[0-9A-Za-z]) ")
-# Rules of normalization by which a space after a letter does not depend on the letter.
+_SPANS_WORDS = re.compile(f"[0-9A-Za-z][{_SPACE} ]")
+# None of their rules begins with a letter or digit of ASCII and goes on with a space.
 _NORMALIZATIONS = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
 
 
 class _Part(NamedTuple):
-  """The text up to an added token, up to a later word, or to the end of the whole text.
+  """The text up to an added token, up to a space between words, or to the end of the whole text.
 
   Attributes:
     text: The part.
     is_first: Whether it is the first part of its text.
-    spaced: Whether the model prepends a space.
+    spaced: Whether `model` encodes it, which may prepend a space.
     token: The id of the added token that follows, if one does.
   """
 
@@ -85,10 +86,9 @@ class Pieces:
     added = sorted(added, key=lambda token: -len(token.text))  # The longest match wins.
     self._texts_found = [token.text for token in added]
     self._split = _pattern(added) if finds else None
-    self._content = content
     self._legacy = legacy
-    if added:
-      _ = self._later  # May raise the library's errors.
+    if added and not legacy:
+      _ = self._inner  # Here, since it may raise the library's errors.
 
   def id_of(self, text: str) -> int | None:
     """Returns the id of a token by its text; None if there is no such token."""
@@ -113,7 +113,9 @@ class Pieces:
     parts = [part for text in texts for part in self._parts(text)]
     spaced = _encoded(self.model, [part.text for part in parts if part.spaced])
     others = [part.text for part in parts if not part.spaced]
-    found = {True: iter(spaced), False: iter(_encoded(self._later.model, others) if others else ())}
+    # Most models never need `_inner`.
+    inner = _encoded(self._inner, others) if others else []
+    found = {True: iter(spaced), False: iter(inner)}
     ids: list[list[int]] = []
     for part in parts:
       if part.is_first:
@@ -134,23 +136,30 @@ class Pieces:
 
   def _words(self, text: str, *, is_first: bool, token: int | None = None) -> Iterator[_Part]:
     """Yields the text between added tokens, in parts of whole words if it is long."""
-    # `model` prepends a space, `_later.model` does not. The beginning of the whole text gets that
-    # space. Later text keeps its own leading white space; if the model trims that off, the space
-    # that `model` prepends replaces it.
-    spaced = is_first or self._legacy or (text[:1].isspace() and self._later.trims)
+    # `model` prepends a space, `_inner` does not. The beginning of the whole text gets that space,
+    # and in legacy mode all text after an added token. Other text keeps its own leading white
+    # space; if the model trims that off, the space that `model` prepends replaces it.
+    spaced = is_first or self._legacy or (text[:1].isspace() and self._format.trims)
     begin = 0
-    while len(text) - begin > 2 * _CHARACTERS_PER_PART and self._later.has_words:
+    while len(text) - begin > 2 * _CHARACTERS_PER_PART and self._format.has_words:
       word_end = _WORD_END.search(text, begin + _CHARACTERS_PER_PART)
       if word_end is None:
         break
       yield _Part(text[begin : word_end.start()], is_first, spaced, None)
       begin = word_end.start()
-      is_first, spaced = False, self._later.trims
+      is_first, spaced = False, self._format.trims
     yield _Part(text[begin:], is_first, spaced, token)
 
   @functools.cached_property
-  def _later(self) -> "_Later":
-    return _Later.of(self._content)
+  def _format(self) -> "_Format":
+    return _Format.of(self.model.serialized_model_proto())
+
+  @functools.cached_property
+  def _inner(self) -> Any:
+    """The model of text inside a whole text: it prepends no space."""
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=self._format.without_prefix)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids, without special tokens."""
@@ -165,7 +174,7 @@ class Pieces:
     return text + self._decode(run, begins=not text)
 
   def _decode(self, ids: list[int], *, begins: bool) -> str:
-    model = self.model if begins or self._legacy else self._later.model
+    model = self.model if begins or self._legacy else self._inner
     return model.decode(ids) if ids else ""
 
 
@@ -193,23 +202,22 @@ def _pattern(added: Sequence[AddedToken]) -> re.Pattern[str] | None:
   return re.compile("|".join(parts)) if parts else None
 
 
-class _Later(NamedTuple):
-  """What encodes later parts of a text.
+class _Format(NamedTuple):
+  """What a model file says of white space and words.
 
   Attributes:
-    model: The model without its dummy prefix, the space that it prepends to a text.
-    trims: Whether the model with its prefix trims leading white space.
+    trims: Whether the model prepends a space to a text in place of its leading white space.
     has_words: Whether words are encoded independently of each other, with the spaces before them.
+    without_prefix: The file of a model that prepends nothing.
   """
 
-  model: Any
   trims: bool
   has_words: bool
+  without_prefix: bytes
 
   @classmethod
   def of(cls, content: bytes) -> Self:
-    """Reads a model file's content; may raise the library's errors."""
-    import sentencepiece
+    """Reads a model file's content."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
@@ -218,12 +226,14 @@ class _Later(NamedTuple):
     normalizer = proto.normalizer_spec
     trims = normalizer.add_dummy_prefix and normalizer.remove_extra_whitespaces
     normalizer.add_dummy_prefix = False
-    model = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-    return cls(model, trims, has_words)
+    return cls(trims, has_words, proto.SerializeToString())
 
 
 def _has_words(proto: Any) -> bool:
-  """Returns whether BPE merges no piece across a word's end; other models add up rounded scores."""
+  """Returns whether no merge of BPE spans a letter or digit of ASCII and the space after it.
+
+  A unigram model chooses among sums of scores, which are rounded differently in parts.
+  """
   trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
   pieces = [piece.piece for piece in proto.pieces]
   return (
@@ -232,6 +242,6 @@ def _has_words(proto: Any) -> bool:
     and normalizer.name in _NORMALIZATIONS
     and normalizer.escape_whitespaces
     and (normalizer.add_dummy_prefix or not normalizer.remove_extra_whitespaces)
-    and _SPACE in pieces
-    and not any(_SPACE in piece.lstrip(_SPACE) or " " in piece for piece in pieces)
+    and _SPACE in pieces  # Else it is unknown, and unknown characters are merged.
+    and not any(_SPANS_WORDS.search(piece) for piece in pieces)
   )

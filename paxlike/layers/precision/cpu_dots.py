@@ -63,13 +63,13 @@ def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
 
   Args:
     x_BNI: One vector per head.
-    w_NIO: The matrices, as the transposition of a weight; [N, O, I] if `axis` is -1.
+    w_NIO: The matrices, a transposed weight: [N, I, O] if `axis` is -2, [N, O, I] if it is -1.
     axis: Of w, the one of I.
   """
   if not on_cpu():
     return jnp.einsum("BNI,NIO->BNO", x_BNI, w_NIO if axis == -2 else w_NIO.swapaxes(1, 2))
-  # Without a barrier, XLA transposes the matrices in another way, number by number, and in each
-  # step. So they are transposed ahead of the loop of steps.
+  # The barrier keeps the product from undoing the transposition, to make another one in each step,
+  # number by number. XLA moves it ahead of the loop of steps, where layers are unrolled.
   return dot(x_BNI.swapaxes(0, 1), jax.lax.optimization_barrier(w_NIO), axis).swapaxes(0, 1)
 
 

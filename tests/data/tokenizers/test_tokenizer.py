@@ -284,11 +284,12 @@ def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy, monkeypatch
   expected = np.concatenate([*expected, plain.encode("on")])
   np.testing.assert_array_equal(tokenizer.encode(text), expected)
   assert tokenizer.decode(expected) == "the cat sat<x>on"
+  texts = [text, "", "<x>", "on<x>", "the cat", text + " the cat sat on<x> the mat the cat"] * 9
+  expected = [[tokens.encode(each).tolist() for each in texts] for tokens in (plain, tokenizer)]
   monkeypatch.setattr(sentencepiece_model, "_CHARACTERS_PER_THREAD", 1)  # A thread for each core.
-  for tokens in (plain, tokenizer):
-    texts = [text, "", "<x>", "on<x>", "the cat", text] * 9
-    for ids, each in zip(tokens.encode_all(texts), texts, strict=True):
-      np.testing.assert_array_equal(ids, tokens.encode(each))
+  monkeypatch.setattr(sentencepiece_model, "_CHARACTERS_PER_PART", 1)
+  for tokens, of_texts in zip((plain, tokenizer), expected, strict=True):
+    assert [ids.tolist() for ids in tokens.encode_all(texts)] == of_texts
   assert tokenizer.fingerprint() != plain.fingerprint()
 
 
@@ -302,6 +303,11 @@ def test_settings_add_tokens_to_pieces(model_file, tmp_path, legacy, monkeypatch
     ({"split_by_whitespace": False}, False),
     ({"treat_whitespace_as_suffix": True}, False),
     ({"model_type": "unigram"}, False),
+    ({"byte_fallback": True, "vocab_size": 320, "user_defined_symbols": ["> <", "on"]}, True),
+    ({"user_defined_symbols": ["t s"]}, False),
+    ({"character_coverage": 0.98}, True),
+    ({"allow_whitespace_only_pieces": True, "remove_extra_whitespaces": False}, True),
+    ({"normalization_rule_tsv": "74 20\t51\n"}, False),
   ],
 )
 def test_long_texts_are_encoded_by_words_as_if_whole(tmp_path, monkeypatch, options, has_words):
@@ -311,7 +317,10 @@ def test_long_texts_are_encoded_by_words_as_if_whole(tmp_path, monkeypatch, opti
   words = [*"ab é\n\t\u0301漢", "cat", "the", "sat", "on", "mat", "x1", "  "]
   texts = ["".join(generator.choice(words) + " " * generator.randrange(3) for _ in range(400))]
   texts += [" ".join(generator.choices(words, k=count)) for count in (*range(40), 300)]
-  texts += ["the cat" + " " * 50, " " * 50]
+  texts += ["the cat" + " " * 50, " " * 50, "a> <b cat > < the t sat \0 Unknown \u2581 the"]
+  if rules := options.get("normalization_rule_tsv"):
+    (tmp_path / "rules.tsv").write_text(rules)
+    options = options | {"normalization_rule_tsv": str(tmp_path / "rules.tsv")}
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(texts),
     model_writer=model,

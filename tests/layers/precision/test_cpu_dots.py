@@ -158,5 +158,5 @@ def test_matrices_of_heads_are_transposed_ahead_of_a_loop(axis, dtype):
 
   loops = hlo.in_loops(hlo.text(decode, x_BNI, w))
   assert "dot" in {one.operation for one in loops}
-  rewritten = [one for one in loops if one.operation in ("copy", "transpose")]
+  rewritten = [one for one in loops if one.operation in ("copy", "transpose", "convert")]
   assert w.size not in {math.prod(one.outputs[0].dims) for one in rewritten}
