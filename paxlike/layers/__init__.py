@@ -5,6 +5,7 @@ A tensor's name ends in the letters of its dims, as in `x_BTD`; docs/legend.md l
 """
 
 from paxlike.layers import lora, multi_token
+from paxlike.layers.activations import clamped_swiglu, geglu, squared_relu, swiglu
 from paxlike.layers.attention import rope
 from paxlike.layers.attention.attention import Attention, KvSource
 from paxlike.layers.attention.auto import auto
@@ -34,7 +35,7 @@ from paxlike.layers.linear import Linear
 from paxlike.layers.lora import Dora, EmbeddingLora, ExpertLora, Lora
 from paxlike.layers.lora_bank import LoraBank
 from paxlike.layers.loss import cross_entropy
-from paxlike.layers.mlp import Mlp, clamped_swiglu, geglu, squared_relu, swiglu
+from paxlike.layers.mlp import Mlp
 from paxlike.layers.module import (
   Definition,
   Module,

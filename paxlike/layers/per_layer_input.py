@@ -15,9 +15,9 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.layers import module
+from paxlike.layers.activations import Activation, activate, gelu
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
-from paxlike.layers.mlp import Activation, gelu
 from paxlike.layers.precision import float32_sums
 
 
@@ -98,5 +98,5 @@ class PerLayerInput(module.Module):
   def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
     """Returns what the layer adds to x_BTD."""
     assert context.layer_inputs is not None
-    gate_BTP = self.activation(self.gate(x_BTD, context))
+    gate_BTP = activate(self.activation, self.gate(x_BTD, context))
     return self.norm(self.output(gate_BTP * context.layer_inputs, context))

@@ -12,7 +12,8 @@ from paxlike.layers import cross_entropy, loss
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("z_loss", "smoothing"), [(0, 0), (0.01, 0), (0, 0.2), (0.01, 0.2)])
-def test_cross_entropy_and_its_gradient_equal_the_definition(dtype, z_loss, smoothing):
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_cross_entropy_and_its_gradient_equal_the_definition(dtype, z_loss, smoothing, num_devices):
   logits = (10 * jax.random.normal(jax.random.key(0), (3, 5, 11))).astype(dtype)
   targets = jax.random.randint(jax.random.key(1), (3, 5), 0, 11)
   weights = jax.random.uniform(jax.random.key(2), (3, 5))
@@ -26,8 +27,9 @@ def test_cross_entropy_and_its_gradient_equal_the_definition(dtype, z_loss, smoo
   def ours(logits):
     return cross_entropy(logits, targets, z_loss=z_loss, smoothing=smoothing)
 
-  np.testing.assert_allclose(ours(logits), definition(logits), rtol=2e-5, atol=1e-5)
-  got = jax.grad(lambda x: (weights * ours(x)).sum())(logits)
+  with jax.set_mesh(MeshSpec(ici={"tensor": num_devices}).build(jax.devices()[:num_devices])):
+    np.testing.assert_allclose(ours(logits), definition(logits), rtol=2e-5, atol=1e-5)
+    got = jax.grad(lambda x: (weights * ours(x)).sum())(logits)
   expected = jax.grad(lambda x: (weights * definition(x)).sum())(logits)
   assert got.dtype == dtype
   np.testing.assert_allclose(

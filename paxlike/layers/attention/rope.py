@@ -12,6 +12,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.errors import ArgumentError, UserError
 from paxlike.layers.module import Module
+from paxlike.layers.precision import cpu_dots
 
 # Frequencies (radians per token) of each pair of dims -> frequencies for longer contexts.
 Scaling = Callable[[np.ndarray], np.ndarray]
@@ -59,8 +60,12 @@ class Rope(Module):
     if positions_BT is None:
       positions_BT = jnp.arange(x_BTNH.shape[1])[None]
     angles = positions_BT[..., None].astype(jnp.float32) * self.rates(positions_BT)
-    cos = (jnp.cos(angles) * self.magnitude)[:, :, None]
-    sin = (jnp.sin(angles) * self.magnitude)[:, :, None]
+    cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+    if cpu_dots.on_cpu():
+      # XLA for CPUs would compute both anew for each head, but not an array of both.
+      waves = jax.lax.optimization_barrier(jnp.concatenate([cos, sin], axis=-1))
+      cos, sin = jnp.split(waves, 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
     x_BTNH, others = jnp.split(x_BTNH, [2 * len(self.frequencies)], axis=-1)
     if self.interleaved:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
+from paxlike.layers.activations import Activation, activate
 from paxlike.layers.lora import ExpertLora
-from paxlike.layers.mlp import Activation
 from paxlike.layers.moe.grouped_matmul import GroupedForm
 from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import Dot, by_form
@@ -164,5 +164,5 @@ class Experts(module.Module):
     """Returns the experts' outputs; `apply` calls `ExpertLinear.sorted` or `.placed` on x."""
     up = apply(self.up, x)
     if self.gate is None:
-      return apply(self.down, self.activation(up))
-    return apply(self.down, self.activation(apply(self.gate, x), up))
+      return apply(self.down, activate(self.activation, up))
+    return apply(self.down, activate(self.activation, apply(self.gate, x), up))

@@ -2,11 +2,15 @@
 """Rotary waves and relative positions are those of transformers."""
 
 import functools
+import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import hlo
 
+from paxlike.compilation.hlo_text import computations
 from paxlike.layers import Definition, LongRope, RelativeBias, Rope
 from paxlike.layers.attention import rope
 
@@ -75,6 +79,16 @@ def test_products_depend_on_distance_alone(interleaved):
   assert product(7, 3) == pytest.approx(product(104, 100), rel=1e-4)
   assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-5)
   assert product(7, 3) != pytest.approx(product(7, 4), rel=1e-3)
+
+
+def test_waves_are_not_computed_for_each_head():
+  turn, x = Rope(16), jax.ShapeDtypeStruct((2, 64, 8, 16), jnp.bfloat16)
+  program = hlo.text(lambda x: turn(x, None), x, options={"xla_cpu_use_fusion_emitters": True})
+  with_waves = [
+    found for found in computations(program).values() if "sine" in {one.operation for one in found}
+  ]
+  sizes = [math.prod(shape.dims) for found in with_waves for one in found for shape in one.outputs]
+  assert with_waves and max(sizes) == 64 * 16
 
 
 @pytest.mark.slow

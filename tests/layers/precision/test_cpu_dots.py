@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import hlo
 
+from paxlike.devices import processor
 from paxlike.layers import flash_cpu, module
 from paxlike.layers.embedding import Embedding
 from paxlike.layers.moe.experts import BatchedForm
@@ -64,6 +65,25 @@ def test_no_operand_of_a_matmul_and_its_gradients_is_converted(function, shapes)
 
   arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
   assert operands_of_dots(outputs, *arrays, count=3) == {"bf16"}
+
+
+@pytest.mark.parametrize("from_intel", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 80), (80, 16), (48, 48)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_weights_are_fast_on_each_processor(monkeypatch, from_intel, sizes, dtype):
+  monkeypatch.setattr(processor, "is_from_intel", lambda: from_intel)
+  random: Any = np.random.default_rng(0)
+  x, y = (jnp.asarray(random.normal(size=(64, size)), dtype) for size in sizes)
+  error = 1e-5 if dtype == jnp.float32 else 2**-8
+  found = cpu_dots.dot_of_rows(x, y)
+  np.testing.assert_allclose(exact(found), exact(x).T @ exact(y), rtol=error, atol=error)
+  if from_intel or dtype == jnp.bfloat16:
+    dot, *others = (
+      one
+      for one in hlo.instructions(hlo.text(lambda x, y: cpu_dots.dot_of_rows(x, y).T, x, y))
+      if one.operation == "dot"
+    )
+    assert not others and dot.outputs[0].dims == (min(sizes), max(sizes))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
