@@ -49,8 +49,9 @@ style: $(DEV)
 	$(BIN)/ruff format --check .
 
 # A stamp comes last, so that a set-up that was cut off starts anew. uv resolves and unpacks this
-# stack several times faster than pip, which does it all where uv cannot be had.
-INSTALL = VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(BIN)/uv pip install --quiet -e '.[$(1)]' \
+# stack several times faster than pip, which does it all where uv cannot be had. uv is to trust the
+# certificates that the system trusts, such as those of a proxy.
+INSTALL = VIRTUAL_ENV="$(CURDIR)/$(VENV)" UV_SYSTEM_CERTS=1 $(BIN)/uv pip install --quiet -e '.[$(1)]' \
 	|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --prefer-binary -e '.[$(1)]'
 
 $(RUN): pyproject.toml
