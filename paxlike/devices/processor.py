@@ -7,7 +7,7 @@ import platform
 
 @functools.cache
 def is_from_intel() -> bool:
-  """Returns whether it was made by Intel; False where the system does not tell."""
+  """Returns whether Intel made this machine's processor; False if that is unknown."""
   try:
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
       return "GenuineIntel" in file.read(2048)

@@ -65,30 +65,30 @@ def clamped_swiglu(
 
 
 def activate(activation: Activation, *inputs: jax.Array) -> jax.Array:
-  """Returns the activation of inputs of one shape and dtype, in that dtype.
+  """Returns `activation` of inputs of one shape and dtype, in that dtype.
 
-  On CPUs it is computed in float32, since XLA would round to bfloat16 after each operation, and the
-  inputs are the only residuals: to compute again is faster than to read what was computed. There is
-  no forward-mode derivative then.
+  On CPUs, it is computed in float32 and rounded once: XLA would round to bfloat16 after each
+  operation. The backward pass computes it again from the inputs, which is faster than to read saved
+  values. So there is no forward-mode derivative on CPUs.
   """
   return _in_float32(activation, *inputs) if cpu_dots.on_cpu() else activation(*inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_float32(activation: Activation, *inputs: jax.Array) -> Any:
-  return _rounded(activation, *inputs)
+  return _computed_in_float32(activation, *inputs)
 
 
-def _rounded(activation: Activation, *inputs: jax.Array) -> jax.Array:
+def _computed_in_float32(activation: Activation, *inputs: jax.Array) -> jax.Array:
   return activation(*(x.astype(jnp.float32) for x in inputs)).astype(inputs[0].dtype)
 
 
 def _forward(activation: Activation, *inputs: jax.Array) -> tuple[jax.Array, Any]:
-  return _rounded(activation, *inputs), inputs
+  return _computed_in_float32(activation, *inputs), inputs
 
 
 def _backward(activation: Activation, inputs: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-  function = functools.partial(_rounded, activation)
+  function = functools.partial(_computed_in_float32, activation)
   return jax.vjp(function, *jax.lax.optimization_barrier(inputs))[1](cotangent)
 
 

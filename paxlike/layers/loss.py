@@ -24,7 +24,7 @@ def cross_entropy(
 
   Args:
     logits: The logits.
-    targets: Token ids [...].
+    targets: Token ids [...] in [0, V).
     z_loss: Adds this times the square of log(sum(exp(logits))), which keeps it near 0 (PaLM;
       Chowdhery et al., 2022, arXiv:2204.02311).
     smoothing: The probability that targets spread over all V tokens (Szegedy et al., 2016,
@@ -63,14 +63,15 @@ def _entropy_backward(z_loss, smoothing, saved, cotangent):
   if smoothing:
     gradient -= smoothing / logits.shape[-1]
   if cpu_dots.on_cpu() and not mesh.sizes_here(mesh.AXES):
-    # XLA for CPUs takes two to three times as long for a softmax with a comparison.
+    # XLA for CPUs takes two to three times as long for a comparison in one loop with a softmax, so
+    # that the target's part is added by a scatter.
     gradient *= cotangent[..., None]
     by_token = gradient.reshape(-1, gradient.shape[-1])
     places = (jnp.arange(len(by_token)), targets.reshape(-1))
     at_target = (1 - smoothing) * cotangent.reshape(-1)
     gradient = by_token.at[places].add(-at_target, unique_indices=True).reshape(gradient.shape)
   else:
-    # A comparison fuses with the softmax; a scatter would be a separate pass.
+    # Elsewhere, or sharded, a comparison fuses with the softmax; a scatter would be another pass.
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     gradient = (gradient - (1 - smoothing) * is_target) * cotangent[..., None]
   return gradient.astype(logits.dtype), None

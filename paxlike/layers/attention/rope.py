@@ -62,7 +62,8 @@ class Rope(Module):
     angles = positions_BT[..., None].astype(jnp.float32) * self.rates(positions_BT)
     cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
     if cpu_dots.on_cpu():
-      # XLA for CPUs would compute both anew for each head, but not an array of both.
+      # XLA for CPUs fuses them into the products, which compute them again for each head. It does
+      # not fuse a concatenation, which the barrier keeps from being simplified away.
       waves = jax.lax.optimization_barrier(jnp.concatenate([cos, sin], axis=-1))
       cos, sin = jnp.split(waves, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]

@@ -131,16 +131,19 @@ dot_of_columns.defvjp(lambda *given: (dot_of_columns(*given), given), _columns_b
 
 def dot_of_rows(x_MD: jax.Array, y_MF: jax.Array) -> jax.Array:
   """Returns x.T y [D, F], such as the gradient of a weight."""
-  in_bfloat16 = x_MD.dtype == jnp.bfloat16
-  if x_MD.shape[1] > y_MF.shape[1]:
-    if in_bfloat16 or processor.is_from_intel():
-      return dot_of_rows(y_MF, x_MD).T  # The narrower one is transposed.
+  in_bfloat16, D, F = x_MD.dtype == jnp.bfloat16, x_MD.shape[1], y_MF.shape[1]
+  # Processes of one program must agree on it, and may be on different processors.
+  on_intel = processor.is_from_intel() and not mesh.sizes_here(mesh.AXES)
+  if not in_bfloat16 and not on_intel and D >= F:
     return x_MD.T @ y_MF
-  # In float32, AMD's processors take half the time with x transposed first; Intel's take a fifth
-  # more. The barrier keeps XLA from the product of y.T and x, where it wants the result transposed.
-  if in_bfloat16 or not processor.is_from_intel():
-    return jax.lax.optimization_barrier(dot(transposed(x_MD), y_MF, -2))
-  return jax.lax.optimization_barrier(x_MD.T @ y_MF)
+  if D > F:
+    return dot_of_rows(y_MF, x_MD).T  # The narrower operand comes first.
+  # The barriers keep XLA from computing y.T x instead where the result is transposed afterwards.
+  if not in_bfloat16 and on_intel:
+    return jax.lax.optimization_barrier(x_MD.T @ y_MF)
+  # In float32, to transpose x first halves the time on AMD's processors, and adds a fifth to it on
+  # Intel's.
+  return jax.lax.optimization_barrier(dot(transposed(x_MD), y_MF, -2))
 
 
 def sums_of(dtype: Any) -> Any:

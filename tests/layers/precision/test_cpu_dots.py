@@ -12,6 +12,7 @@ import pytest
 from helpers import hlo
 
 from paxlike.devices import processor
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import flash_cpu, module
 from paxlike.layers.embedding import Embedding
 from paxlike.layers.moe.experts import BatchedForm
@@ -67,23 +68,35 @@ def test_no_operand_of_a_matmul_and_its_gradients_is_converted(function, shapes)
   assert operands_of_dots(outputs, *arrays, count=3) == {"bf16"}
 
 
-@pytest.mark.parametrize("from_intel", [False, True])
 @pytest.mark.parametrize("sizes", [(16, 80), (80, 16), (48, 48)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_of_weights_are_fast_on_each_processor(monkeypatch, from_intel, sizes, dtype):
+@pytest.mark.parametrize(
+  "dtype, from_intel, contracted",
+  [(jnp.float32, False, 1), (jnp.float32, True, 0), (jnp.bfloat16, False, 1)],
+)
+def test_gradients_of_weights_have_the_order_that_is_fast(
+  monkeypatch, sizes, dtype, from_intel, contracted
+):
   monkeypatch.setattr(processor, "is_from_intel", lambda: from_intel)
   random: Any = np.random.default_rng(0)
   x, y = (jnp.asarray(random.normal(size=(64, size)), dtype) for size in sizes)
   error = 1e-5 if dtype == jnp.float32 else 2**-8
   found = cpu_dots.dot_of_rows(x, y)
   np.testing.assert_allclose(exact(found), exact(x).T @ exact(y), rtol=error, atol=error)
-  if from_intel or dtype == jnp.bfloat16:
-    dot, *others = (
-      one
-      for one in hlo.instructions(hlo.text(lambda x, y: cpu_dots.dot_of_rows(x, y).T, x, y))
-      if one.operation == "dot"
-    )
-    assert not others and dot.outputs[0].dims == (min(sizes), max(sizes))
+  program = hlo.text(lambda x, y: cpu_dots.dot_of_rows(x, y).T, x, y)
+  (dot,) = (one for one in hlo.instructions(program) if one.operation == "dot")
+  if dtype == jnp.bfloat16 or from_intel or sizes[0] < sizes[1]:
+    assert dot.outputs[0].dims == (min(sizes), max(sizes))
+    assert f"lhs_contracting_dims={{{contracted}}}" in dot.attributes
+
+
+def test_several_devices_do_not_depend_on_the_processor(monkeypatch):
+  given = [jax.ShapeDtypeStruct((64, size), jnp.float32) for size in (80, 16)]
+  programs = set()
+  for from_intel in (False, True):
+    monkeypatch.setattr(processor, "is_from_intel", lambda answer=from_intel: answer)
+    with jax.set_mesh(MeshSpec(ici={"fsdp": 2}).build(jax.devices()[:2])):
+      programs.add(jax.jit(lambda x, y: cpu_dots.dot_of_rows(x, y)).lower(*given).as_text())
+  assert len(programs) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
