@@ -91,6 +91,20 @@ def masked(
 
   They are [G, R T, S] or, if `keys_first`, [G, S, R T].
   """
+  if segments_BT is None and window is None and first > first_key:
+    # All queries see the keys before the first of them; only their own are masked, in place.
+    part = slice(first - first_key, None)
+    own = (slice(None), part) if keys_first else (slice(None), slice(None), part)
+    logits_of_own = masked(
+      logits_GMS[own],
+      None,
+      first=first,
+      end=end,
+      first_key=first,
+      window=None,
+      keys_first=keys_first,
+    )
+    return logits_GMS.at[own].set(logits_of_own)
   distance_TS = jnp.arange(first, end)[:, None] - jnp.arange(first_key, end)
   visible_BTS = (distance_TS >= 0)[None]
   if window is not None:

@@ -137,7 +137,8 @@ def dot_of_rows(x_MD: jax.Array, y_MF: jax.Array) -> jax.Array:
   if not in_bfloat16 and not on_intel and D >= F:
     return x_MD.T @ y_MF
   if D > F:
-    return dot_of_rows(y_MF, x_MD).T  # The narrower operand comes first.
+    # The narrower operand comes first. What follows wants the default layout.
+    return _rewritten(dot_of_rows(y_MF, x_MD).T)
   # The barriers keep XLA from computing y.T x instead where the result is transposed afterwards.
   if not in_bfloat16 and on_intel:
     return jax.lax.optimization_barrier(x_MD.T @ y_MF)
