@@ -132,18 +132,18 @@ dot_of_columns.defvjp(lambda *given: (dot_of_columns(*given), given), _columns_b
 def dot_of_rows(x_MD: jax.Array, y_MF: jax.Array) -> jax.Array:
   """Returns x.T y [D, F], such as the gradient of a weight."""
   in_bfloat16, D, F = x_MD.dtype == jnp.bfloat16, x_MD.shape[1], y_MF.shape[1]
+  on_one_device = not mesh.sizes_here(mesh.AXES)
   # Processes of one program must agree on it, and may be on different processors.
-  on_intel = processor.is_from_intel() and not mesh.sizes_here(mesh.AXES)
+  on_intel = on_one_device and processor.is_from_intel()
   if not in_bfloat16 and not on_intel and D >= F:
     return x_MD.T @ y_MF
-  if D > F:
+  if D > F and on_one_device:  # Sharded, it would be all-gathered to be rewritten.
     # The narrower operand comes first. What follows wants the default layout.
     return _rewritten(dot_of_rows(y_MF, x_MD).T)
   # The barriers keep XLA from computing y.T x instead where the result is transposed afterwards.
   if not in_bfloat16 and on_intel:
     return jax.lax.optimization_barrier(x_MD.T @ y_MF)
-  # In float32, to transpose x first halves the time on AMD's processors, and adds a fifth to it on
-  # Intel's.
+  # In float32, to transpose x first halves the time on AMD's processors, and is slower on Intel's.
   return jax.lax.optimization_barrier(dot(transposed(x_MD), y_MF, -2))
 
 
