@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forms of the gradient of a weight, x.T y, on a CPU, beside PyTorch's.
 
-    taskset -c 0 python benchmarks/weight_gradients.py [--dtype=float32] [--repeats=30]
+    python benchmarks/weight_gradients.py [--dtype=float32] [--repeats=30]
 
-Prints a line for each size: GFLOP per CPU-second of the fastest of all turns, since a machine that
-others use is only ever slower. `ours` is what a train step computes; the others are what it chooses
-from. "first" is the first operand of the product, whose rows are contracted.
+One core is used. Prints a line for each size: GFLOP per CPU-second of the fastest of all turns,
+since a machine that others use is only ever slower. `ours` is what a train step computes; the
+others are what it chooses from. "first" is the first operand of the product, whose rows are
+contracted.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +57,7 @@ def main():
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--repeats", type=int, default=30)
   options = parser.parse_args()
+  os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
   torch.set_num_threads(1)
   for num_tokens, D, F in SIZES:
     random: Any = np.random.default_rng(0)
