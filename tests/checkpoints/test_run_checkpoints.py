@@ -41,6 +41,12 @@ def test_arrays_may_be_donated_right_after_save(saved):
   np.testing.assert_array_equal(restored.state["w"], np.arange(1_000_000))
 
 
+def test_arrays_are_not_compressed(saved):
+  save(saved, 1, {"w": jnp.ones(1_000_000)})
+  files = [path for path in pathlib.Path(saved.path(1)).rglob("*") if path.is_file()]
+  assert sum(path.stat().st_size for path in files) > 4_000_000
+
+
 def test_the_newest_are_kept(saved):
   for step in range(1, 6):
     save(saved, step)

@@ -22,6 +22,10 @@ from paxlike.devices import mesh, processor, topology
 
 _FEW_ROWS = 4
 _BLOCK = 256  # Contracted numbers.
+# Parts of a matrix, by its contracted dim.
+_PARTS = {-2: 8, -1: 16}
+# Columns of which threads can have equal shares.
+_ALIGNED = 64
 
 
 def on_cpu() -> bool:
@@ -39,6 +43,9 @@ def dot(a: jax.Array, b: jax.Array, axis: int, *, dtype: Any = None) -> jax.Arra
     dtype: Of the result; None: that of a.
   """
   dtype = a.dtype if dtype is None else dtype
+  if b.ndim == 2 and b.dtype == jnp.bfloat16 and reads_once(len(a), a.shape[1], axis):
+    y_F = dot_of_one_row(a, b[None], None) if axis == -2 else _dot_of_row_and_columns(a[0], b)
+    return y_F[None].astype(dtype)
   if a.dtype not in (jnp.bfloat16, jnp.int8) or not 0 < a.shape[-2] <= _FEW_ROWS:
     return _dot(a, b, axis, sums_of(dtype)).astype(dtype)
   # For one row XLA has a loop of its own, ten times slower than the library with two rows.
@@ -71,6 +78,93 @@ def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
   # The barrier keeps the product from undoing the transposition, to make another one in each step,
   # number by number. XLA moves it ahead of the loop of steps, where layers are unrolled.
   return dot(x_BNI.swapaxes(0, 1), jax.lax.optimization_barrier(w_NIO), axis).swapaxes(0, 1)
+
+
+def reads_once(num_rows: int, num_inputs: int, axis: int = -2) -> bool:
+  """Returns whether `dot_of_one_row` takes so many rows, and so many numbers in a block."""
+  on_one_device = not mesh.sizes_here(mesh.AXES)
+  return num_rows == 1 and num_inputs % _PARTS[axis] == 0 and on_cpu() and on_one_device
+
+
+@jax.custom_vjp
+def dot_of_one_row(x_GK: jax.Array, w_GKF: jax.Array, scale_GF: jax.Array | None) -> Any:
+  """Returns the sum over blocks of x w times the block's scale, float32 [F]; reads w once.
+
+  The library would arrange w in another order, which takes longer than to multiply one row. Here,
+  parts of w are multiplied and added up number by number, at the speed of memory. There is no
+  forward-mode derivative.
+
+  Args:
+    x_GK: A row in G blocks.
+    w_GKF: bfloat16 or int8; `reads_once` must hold for K.
+    scale_GF: float32; None: 1.
+  """
+  # Tied to the row, so that no loop takes or converts the parts ahead.
+  x_GK, w_GKF = jax.lax.optimization_barrier((x_GK, w_GKF))
+  x_GPK = x_GK.astype(jnp.float32).reshape(len(x_GK), _PARTS[-2], -1)
+  parts_GKF = enumerate(_parts(w_GKF, -2))
+  y_GKF: Any = sum(x_GPK[:, p, :, None] * part_GKF for p, part_GKF in parts_GKF)
+  if scale_GF is not None:
+    y_GKF *= scale_GF[:, None]
+  y_MF = y_GKF.reshape(-1, y_GKF.shape[-1])
+  return (jnp.ones((1, len(y_MF)), jnp.float32) @ y_MF)[0]
+
+
+def _row_backward(saved: tuple[Any, ...], dy_F: jax.Array) -> tuple[Any, ...]:
+  def product(x_GK: jax.Array, w_GKF: jax.Array, scale_GF: jax.Array | None) -> jax.Array:
+    y_GF = jnp.einsum("GK,GKF->GF", x_GK.astype(jnp.float32), w_GKF.astype(jnp.float32))
+    return (y_GF if scale_GF is None else y_GF * scale_GF).sum(0)
+
+  return jax.vjp(product, *saved)[1](dy_F)
+
+
+dot_of_one_row.defvjp(lambda *given: (dot_of_one_row(*given), given), _row_backward)
+
+
+@jax.custom_vjp
+def _dot_of_row_and_columns(x_K: jax.Array, w_FK: jax.Array) -> jax.Array:
+  """Returns x w.T, float32 [F], as `dot_of_one_row` does; w is bfloat16."""
+  x_K, w_FK = jax.lax.optimization_barrier((x_K.astype(jnp.float32), w_FK))
+  # If threads have unequal shares, the loop of the last one may not be vectorized.
+  most = len(w_FK) // _ALIGNED * _ALIGNED
+  x_PK = x_K.reshape(_PARTS[-1], -1)
+  y_FK: Any = sum(x_PK[p] * part_FK for p, part_FK in enumerate(_parts(w_FK, -1, most)))
+  y_F = (y_FK @ jnp.ones((y_FK.shape[1], 1), jnp.float32))[:, 0]
+  return jnp.append(y_F, w_FK[most:].astype(jnp.float32) @ x_K)
+
+
+def _row_and_columns_backward(
+  saved: tuple[jax.Array, jax.Array], dy_F: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x_K, w_FK = saved
+  dx_K, dw_FK = dy_F @ w_FK.astype(jnp.float32), jnp.outer(dy_F, x_K.astype(jnp.float32))
+  return dx_K.astype(x_K.dtype), dw_FK.astype(w_FK.dtype)
+
+
+_dot_of_row_and_columns.defvjp(
+  lambda *given: (_dot_of_row_and_columns(*given), given), _row_and_columns_backward
+)
+
+
+def _parts(w: jax.Array, axis: int, most: int | None = None) -> list[jax.Array]:
+  """Returns w[:most] in parts along `axis`, in float32, which XLA fuses with what uses them."""
+  at = w.ndim + axis
+  shape = (*w.shape[:at], _PARTS[axis], -1, *w.shape[at + 1 :])
+  # Of bfloat16, XLA would convert the whole array to take a part. It fuses no operation that is
+  # used 16 times; so there are two of them.
+  kinds = (jnp.uint16, jnp.int16) if w.dtype == jnp.bfloat16 else (w.dtype, w.dtype)
+  arrays = [jax.lax.bitcast_convert_type(w, kind).reshape(shape)[:most] for kind in kinds]
+  places = range(_PARTS[axis])
+  parts = [jax.lax.index_in_dim(arrays[p % 2], p, at, keepdims=False) for p in places]
+  return [_as_float32(part) for part in jax.lax.optimization_barrier(parts)]
+
+
+def _as_float32(part: jax.Array) -> jax.Array:
+  """Returns integers, or the bits of bfloat16, in float32."""
+  if part.dtype == jnp.int8:
+    return part.astype(jnp.float32)
+  wide = jnp.uint32 if part.dtype == jnp.uint16 else jnp.int32
+  return jax.lax.bitcast_convert_type(part.astype(wide) << 16, jnp.float32)
 
 
 def has_few(num_rows: int) -> bool:

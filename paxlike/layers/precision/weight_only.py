@@ -96,9 +96,12 @@ class Int8Weight(Quantized):
     numbers = self._numbers()
     num_blocks = num_inputs * self.scales.size // numbers.size
     numbers_GKF = numbers.reshape(num_blocks, num_inputs // num_blocks, -1)
+    scales_GF = self.scales.reshape(num_blocks, -1)
+    if cpu_dots.reads_once(num_tokens, num_inputs // num_blocks):
+      x_GK, numbers_GKF = x_MK.reshape(num_blocks, -1), numbers_GKF.astype(jnp.int8)
+      return cpu_dots.dot_of_one_row(x_GK, numbers_GKF, scales_GF)[None].astype(x_MK.dtype)
     y_GMF = _products(x_MK.reshape(num_tokens, num_blocks, -1), numbers_GKF)
-    y_MF = (y_GMF * self.scales.reshape(num_blocks, 1, -1)).sum(0)
-    return y_MF.astype(x_MK.dtype)
+    return (y_GMF * scales_GF[:, None]).sum(0).astype(x_MK.dtype)
 
   def _numbers(self) -> jax.Array:
     return self.values
