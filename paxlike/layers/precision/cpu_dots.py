@@ -10,7 +10,8 @@ processor has instructions for bfloat16 (AVX512-BF16, AMX). A dot keeps its oper
 - has no operand that is itself the result of a transposition: the compiler sees that as an array of
   another layout, and the library takes only the default one.
 
-`dot` sees to the first three, its callers to the last one, by `transposed`.
+`dot` sees to the first three, its callers to the last one, by `transposed`. One row, as of a text
+that is decoded, is multiplied without the library: see `dot_of_one_row`.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ _FEW_ROWS = 4
 _BLOCK = 256  # Contracted numbers.
 # Parts of a matrix, by its contracted dim.
 _PARTS = {-2: 8, -1: 16}
-# Columns of which threads can have equal shares.
+# Rows of a result of which threads can have equal shares.
 _ALIGNED = 64
 
 
@@ -81,7 +82,7 @@ def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
 
 
 def reads_once(num_rows: int, num_inputs: int, axis: int = -2) -> bool:
-  """Returns whether `dot_of_one_row` takes so many rows, and so many numbers in a block."""
+  """Returns whether rows of blocks of `num_inputs` numbers are one row for `dot_of_one_row`."""
   on_one_device = not mesh.sizes_here(mesh.AXES)
   return num_rows == 1 and num_inputs % _PARTS[axis] == 0 and on_cpu() and on_one_device
 
@@ -91,8 +92,8 @@ def dot_of_one_row(x_GK: jax.Array, w_GKF: jax.Array, scale_GF: jax.Array | None
   """Returns the sum over blocks of x w times the block's scale, float32 [F]; reads w once.
 
   The library would arrange w in another order, which takes longer than to multiply one row. Here,
-  parts of w are multiplied and added up number by number, at the speed of memory. There is no
-  forward-mode derivative.
+  parts of w are multiplied and added up number by number, at the speed of memory. The sums of the
+  parts, an eighth of w in float32, are stored and read again. There is no forward-mode derivative.
 
   Args:
     x_GK: A row in G blocks.
@@ -150,8 +151,8 @@ def _parts(w: jax.Array, axis: int, most: int | None = None) -> list[jax.Array]:
   """Returns w[:most] in parts along `axis`, in float32, which XLA fuses with what uses them."""
   at = w.ndim + axis
   shape = (*w.shape[:at], _PARTS[axis], -1, *w.shape[at + 1 :])
-  # Of bfloat16, XLA would convert the whole array to take a part. It fuses no operation that is
-  # used 16 times; so there are two of them.
+  # Of bfloat16, XLA would convert the whole array to take a part; so they are taken of its bits.
+  # It fuses no operation that has 16 users; so half of the parts are of another dtype.
   kinds = (jnp.uint16, jnp.int16) if w.dtype == jnp.bfloat16 else (w.dtype, w.dtype)
   arrays = [jax.lax.bitcast_convert_type(w, kind).reshape(shape)[:most] for kind in kinds]
   places = range(_PARTS[axis])

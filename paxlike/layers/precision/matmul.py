@@ -142,7 +142,7 @@ def matmul(
 def _forward(
   x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Does not call `matmul`: remat policies do not see dots inside a custom_vjp.
+  # Does not call `matmul`: remat policies do not see dots inside a custom_vjp (as one row is).
   return _product(x_MD, w_DF, inputs, outputs), (x_MD, w_DF)
 
 
