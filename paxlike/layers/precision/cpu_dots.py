@@ -82,7 +82,7 @@ def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
 
 
 def reads_once(num_rows: int, num_inputs: int, axis: int = -2) -> bool:
-  """Returns whether rows of blocks of `num_inputs` numbers are one row for `dot_of_one_row`."""
+  """Returns whether `dot_of_one_row` takes `num_rows` rows in blocks of `num_inputs` numbers."""
   on_one_device = not mesh.sizes_here(mesh.AXES)
   return num_rows == 1 and num_inputs % _PARTS[axis] == 0 and on_cpu() and on_one_device
 
