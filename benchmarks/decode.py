@@ -37,6 +37,7 @@ import transformers
 from paxlike import fiddlers
 from paxlike.config import graph_file
 from paxlike.convert.main import run as convert
+from paxlike.devices import jax_setup
 from paxlike.devices.batch_placement import BatchPlacer
 from paxlike.inference.generate import Generator
 from paxlike.inference.request import Request
@@ -62,6 +63,7 @@ def main():
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--quantize")
   options = parser.parse_args()
+  jax_setup.set_up()  # The program's allocator, for both sides.
   vocab_size = json.loads((options.model / "config.json").read_text())["vocab_size"]
   shape = (options.prompts, options.prompt_tokens)
   prompts = np.random.default_rng(0).integers(3, vocab_size, shape).astype(np.int32)

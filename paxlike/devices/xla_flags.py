@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA compiler options of training steps, for GPUs and TPUs.
+"""XLA compiler options: for GPUs and TPUs, and for prompts on CPUs.
 
 They are passed per program instead of through XLA_FLAGS or LIBTPU_INIT_ARGS, where an unknown name
 aborts the process. Per-program options take precedence over both variables, so options that the
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from paxlike.devices import chips, program_cache, topology
+from paxlike.devices import chips, mesh, program_cache, topology
 
 Options = dict[str, Any]
 
@@ -53,16 +53,33 @@ _OF_TPUS = {
   "TPU v6": WITH_SPARSE_CORES,
 }
 
+# CPUs. By default, XLA converts the quantized weights of all layers before it computes the first.
+PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
+
 
 def options() -> tuple[Options, list[str]]:
   """Returns the options for the target devices, and the names that this version of XLA lacks.
 
-  There are none for CPUs.
+  There are none for CPUs, but for those of `prefill_options`.
   """
   devices = topology.devices()
   wanted = _wanted(devices[0], len(devices))
-  known = {name: value for name, value in wanted.items() if is_known(name, value, devices[0])}
+  known = _known(wanted, devices[0])
   return known, sorted(wanted.keys() - known.keys())
+
+
+def prefill_options() -> Options:
+  """Returns the options for reading prompts on one CPU; with collectives, XLA chooses the order."""
+  device = topology.devices()[0]
+  if device.platform != "cpu" or mesh.sizes_here(mesh.AXES):
+    return {}
+  names = PREFILL_ON_CPU | {_FORMER_NAME: True}
+  return _known(PREFILL_ON_CPU, device) if _not_given(names) == names else {}
+
+
+def _known(wanted: Options, device: Any) -> Options:
+  return {name: value for name, value in wanted.items() if is_known(name, value, device)}
 
 
 def _wanted(device: Any, num_devices: int) -> Options:
@@ -73,6 +90,11 @@ def _wanted(device: Any, num_devices: int) -> Options:
     ours = _OF_TPUS.get(chips.name(device.device_kind) or "", {})
   else:
     return {}
+  return _not_given(ours)
+
+
+def _not_given(ours: Options) -> Options:
+  """Returns those of our options that the user has not set."""
   theirs = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
   given = re.findall(r"--(?:no)?(xla_\w+)", theirs)
   return {name: value for name, value in ours.items() if name not in given}
@@ -80,7 +102,7 @@ def _wanted(device: Any, num_devices: int) -> Options:
 
 @functools.cache
 def is_known(name: str, value: Any, device: Any) -> bool:
-  """Returns whether the compiler for `device` has an option of this name."""
+  """Returns whether the compiler for `device` has an option of this name and value."""
   # XLA accepts the GPU options on any platform; only libtpu accepts those for TPUs.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
   lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=where))
@@ -88,7 +110,7 @@ def is_known(name: str, value: Any, device: Any) -> bool:
     with program_cache.usable(device):
       lowered.compile(compiler_options={name: value})
   except jax.errors.JaxRuntimeError as error:
-    if "No such compile option" not in str(error):
+    if not re.search("No such compile option|is not a valid enum value", str(error)):
       raise
     return False
   return True

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxlike.devices import mesh
+from paxlike.devices import mesh, xla_flags
 from paxlike.inference.request import GeneratedText, Request
 from paxlike.inference.sampling import Sampling
 from paxlike.inference.waiting import WaitingTexts
@@ -102,7 +102,7 @@ class Generator:
       steps_per_call: Tokens per slot and program call. More reduces host overhead, but a finished
         slot idles longer.
       phase: The phase of the process while it decodes; see `phases.KINDS`.
-      compiler_options: XLA's.
+      compiler_options: XLA's; they override those of `xla_flags.prefill_options`.
     """
     phases.enter("decode_compile")
     self.speed = Speed()
@@ -171,10 +171,11 @@ class Generator:
       seeds[index], adapters[index] = request.seed % 2**32, request.adapter
     arrays = (tokens, positions, slots, left, seeds, adapters)
     self._grow(longest)
-    compiled = self._compiled_for(self._prefill, self._params, self._slots, *arrays, donate=(1,))
+    given, options = (self._params, self._slots, *arrays), xla_flags.prefill_options()
+    compiled = self._compiled_for(self._prefill, *given, donate=(1,), options=options)
     phases.enter(self._phase)
     began = time.perf_counter()
-    self._slots, drawn = compiled(self._params, self._slots, *arrays)
+    self._slots, drawn = compiled(*given)
     drawn = fetched(drawn)
     self.speed.prefill_seconds += time.perf_counter() - began
     self.speed.prefill_tokens += int((positions >= 0).sum())
@@ -225,7 +226,13 @@ class Generator:
     if left == 0:
       text.ended_by = "length"
 
-  def _compiled_for(self, function: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
+  def _compiled_for(
+    self,
+    function: Any,
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
+  ) -> Any:
     """Returns the compiled program for arguments of these shapes and shardings."""
     leaves = jax.tree.leaves(arguments)
     kinds = tuple((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
@@ -233,7 +240,8 @@ class Generator:
     if key not in self._compiled:
       phases.enter("decode_compile")
       lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-      self._compiled[key] = lowered.compile(compiler_options=self._compiler_options)
+      options = dict(options or {}) | self._compiler_options
+      self._compiled[key] = lowered.compile(compiler_options=options)
     return self._compiled[key]
 
   def _empty(self) -> _Slots:

@@ -2,6 +2,8 @@
 """Evaluating and decoding with weights in few bits."""
 
 import json
+import math
+from typing import Any, cast
 
 import fiddle as fdl
 import jax
@@ -10,6 +12,7 @@ import pytest
 from helpers.program import run
 
 from paxlike import fiddlers, registry
+from paxlike.devices import program_cache, xla_flags
 from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 from paxlike.inference import generate
@@ -82,6 +85,36 @@ def test_what_is_held_decodes_as_what_is_made_of_it(name):
   for text, other in zip(texts, expected, strict=True):
     assert text.tokens == other.tokens
     np.testing.assert_allclose(text.log_probabilities, other.log_probabilities, rtol=1e-3)
+
+
+def test_a_prompt_never_needs_the_weights_of_all_layers_at_once(monkeypatch):
+  graph = registry.find("SyntheticLLaMA7B")(
+    NUM_LAYERS=8, MODEL_DIMS=256, HIDDEN_DIMS=512, NUM_HEADS=2, VOCAB_SIZE=64
+  ).trainer()
+  fiddlers.decoding(graph)
+  fiddlers.quantize_weights(graph)
+  definition = fdl.build(graph).definition
+  devices = MeshSpec(ici=(1, 1, 1)).build(jax.devices()[:1])
+  params = train_state.init_params(definition, devices, seed=0)
+  programs, compiled = [], jax.stages.Lowered.compile
+
+  def record(lowered: jax.stages.Lowered, **options: Any):
+    with program_cache.usable(jax.devices()[0], to_save=True):
+      programs.append(compiled(lowered, **options))
+    return programs[-1]
+
+  def temporary_bytes() -> int:
+    programs.clear()
+    generate.generate(definition, params, [np.arange(1, 10)], max_new_tokens=1)
+    (program,) = (one for one in programs if "jit__prefill" in (one.as_text() or ""))
+    return cast(Any, program.memory_analysis()).temp_size_in_bytes
+
+  monkeypatch.setattr(jax.stages.Lowered, "compile", record)
+  matrices = [spec for spec in definition.weights.values() if spec.matmul]
+  converted = sum(math.prod(one.shape) * 2 for one in matrices)  # In bfloat16.
+  assert 0 < temporary_bytes() < converted / 4
+  monkeypatch.setattr(xla_flags, "PREFILL_ON_CPU", {})
+  assert temporary_bytes() > converted / 2
 
 
 def test_there_is_no_step_to_compile(capsys):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paxlike.compilation import hlo_collectives
 from paxlike.devices import topology, xla_flags
+from paxlike.devices.mesh import MeshSpec
 
 
 @pytest.fixture
@@ -21,8 +22,28 @@ def v5e() -> Iterator[None]:
     yield
 
 
-def test_cpus_have_none():
+def test_training_on_cpus_has_none():
   assert xla_flags.options() == ({}, [])
+
+
+def test_prompts_on_one_cpu_have_options(monkeypatch):
+  ours = dict(xla_flags.PREFILL_ON_CPU)
+  assert ours and xla_flags.prefill_options() == ours
+  with jax.set_mesh(MeshSpec(ici=(1, 2, 1)).build(jax.devices()[:2])):
+    assert not xla_flags.prefill_options()
+  monkeypatch.setitem(xla_flags.PREFILL_ON_CPU, "xla_cpu_no_such_option", True)
+  assert xla_flags.prefill_options() == ours
+  monkeypatch.setattr(xla_flags, "PREFILL_ON_CPU", dict.fromkeys(ours, "NO_SUCH_VALUE"))
+  assert not xla_flags.prefill_options()
+
+
+@pytest.mark.parametrize(
+  "flag",
+  ["scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT", "enable_concurrency_optimized_scheduler=false"],
+)
+def test_the_order_on_cpus_that_the_user_gives_wins(monkeypatch, flag):
+  monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_{flag}")
+  assert not xla_flags.prefill_options()
 
 
 @pytest.mark.parametrize("target", ["v4-8", "v5e-4", "v5p-128", "v6e-4", "v7x-8"])

@@ -25,6 +25,8 @@ _FEW_ROWS = 4
 _BLOCK = 256  # Contracted numbers.
 # Parts of a matrix, by its contracted dim.
 _PARTS = {-2: 8, -1: 16}
+# From so many contracted numbers on, parts are faster than the library.
+_LEAST_CONTRACTED = {-2: 16, -1: 256}
 # Rows of a result of which threads can have equal shares.
 _ALIGNED = 64
 
@@ -36,6 +38,8 @@ def on_cpu() -> bool:
 
 def dot(a: jax.Array, b: jax.Array, axis: int, *, dtype: Any = None) -> jax.Array:
   """Returns the product of a [..., M, D] and b over its `axis`; sums of bfloat16 are float32.
+
+  Where `reads_once` holds and b is bfloat16, there is no forward-mode derivative.
 
   Args:
     a: [M, D] or, with a batch dim, [G, M, D].
@@ -82,9 +86,10 @@ def dot_of_heads(x_BNI: jax.Array, w_NIO: jax.Array, axis: int) -> jax.Array:
 
 
 def reads_once(num_rows: int, num_inputs: int, axis: int = -2) -> bool:
-  """Returns whether `dot_of_one_row` takes `num_rows` rows in blocks of `num_inputs` numbers."""
+  """Returns whether rows are multiplied in parts of a matrix, contracting `num_inputs` numbers."""
   on_one_device = not mesh.sizes_here(mesh.AXES)
-  return num_rows == 1 and num_inputs % _PARTS[axis] == 0 and on_cpu() and on_one_device
+  divides = num_inputs % _PARTS[axis] == 0 and num_inputs >= _LEAST_CONTRACTED[axis]
+  return num_rows == 1 and divides and on_cpu() and on_one_device
 
 
 @jax.custom_vjp
@@ -100,6 +105,11 @@ def dot_of_one_row(x_GK: jax.Array, w_GKF: jax.Array, scale_GF: jax.Array | None
     w_GKF: bfloat16 or int8; `reads_once` must hold for K.
     scale_GF: float32; None: 1.
   """
+  return _row_in_parts(x_GK, w_GKF, scale_GF)
+
+
+@jax.jit  # Traced and lowered once for all matrices of a shape.
+def _row_in_parts(x_GK: jax.Array, w_GKF: jax.Array, scale_GF: jax.Array | None) -> jax.Array:
   # Tied to the row, so that no loop takes or converts the parts ahead.
   x_GK, w_GKF = jax.lax.optimization_barrier((x_GK, w_GKF))
   x_GPK = x_GK.astype(jnp.float32).reshape(len(x_GK), _PARTS[-2], -1)
@@ -125,6 +135,11 @@ dot_of_one_row.defvjp(lambda *given: (dot_of_one_row(*given), given), _row_backw
 @jax.custom_vjp
 def _dot_of_row_and_columns(x_K: jax.Array, w_FK: jax.Array) -> jax.Array:
   """Returns x w.T, float32 [F], as `dot_of_one_row` does; w is bfloat16."""
+  return _columns_in_parts(x_K, w_FK)
+
+
+@jax.jit  # As above.
+def _columns_in_parts(x_K: jax.Array, w_FK: jax.Array) -> jax.Array:
   x_K, w_FK = jax.lax.optimization_barrier((x_K.astype(jnp.float32), w_FK))
   # If threads have unequal shares, the loop of the last one may not be vectorized.
   most = len(w_FK) // _ALIGNED * _ALIGNED

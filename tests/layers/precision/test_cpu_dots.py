@@ -3,6 +3,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -166,6 +167,37 @@ def test_a_loop_multiplies_one_row_by_what_it_never_stores(dtype, num_blocks, ax
     if one.operation in ("fusion", "copy"):
       parts = 8 if one.name in loops else 32
       assert math.prod(one.outputs[0].dims) <= w.size // parts, one
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_products_of_one_row_are_lowered_once_and_have_second_derivatives(axis):
+  random: Any = np.random.default_rng(0)
+  x, w = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in ((1, 256), (256, 256)))
+
+  def cubes(x, w):
+    return (cpu_dots.dot(x, w, axis, dtype=jnp.float32) ** 3).sum()
+
+  def cubes_plainly(x, w):
+    w = w.astype(jnp.float32)
+    return ((x.astype(jnp.float32) @ (w if axis == -2 else w.T)) ** 3).sum()
+
+  def squares_of_gradient(function):
+    return lambda w: jnp.square(jax.grad(function)(x, w).astype(jnp.float32)).sum()
+
+  found, expected = (jax.grad(squares_of_gradient(f))(w) for f in (cubes, cubes_plainly))
+  np.testing.assert_allclose(
+    exact(found), exact(expected), rtol=0.05, atol=0.05 * np.abs(exact(expected)).max()
+  )
+
+  program = jax.jit(lambda x, w: cubes(x, w) + cubes(2 * x, w)).lower(x, w).as_text()
+  name = "_row_in_parts" if axis == -2 else "_columns_in_parts"
+  assert len(re.findall(f"func.func private @{name}", program)) == 1
+
+
+@pytest.mark.parametrize("axis, least", [(-2, 16), (-1, 256)])
+def test_few_numbers_are_left_to_the_library(axis, least):
+  assert cpu_dots.reads_once(1, least, axis)
+  assert not cpu_dots.reads_once(1, least // 2, axis)
 
 
 @pytest.mark.parametrize("dtype, error", [(jnp.float32, 2e-7), (jnp.bfloat16, 1e-5)])
