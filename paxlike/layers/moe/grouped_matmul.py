@@ -19,6 +19,9 @@ from paxlike.devices import mesh, topology
 from paxlike.layers.precision import cpu_dots
 
 _LARGEST_BLOCK = 256
+# Of the last block of a group, only the parts that have rows of the group are multiplied.
+_PARTS = 4
+_LEAST_PART = 8  # Rows; smaller blocks have no parts.
 
 
 @functools.partial(
@@ -175,8 +178,13 @@ def _multiply_blocks(
   def block(i: jax.Array, y_MF: jax.Array) -> jax.Array:
     e = jnp.searchsorted(last_blocks_E, i, side="right")
     first = starts_E[e] + (i - last_blocks_E[e] + blocks_E[e]) * size
-    x = _rows(x_MD, first, size)
-    y = cpu_dots.dot(x, _matrix(w_EDF, e), axis, dtype=sums)
+    x, w = _rows(x_MD, first, size), _matrix(w_EDF, e)
+
+    def of_first(count: int) -> jax.Array:
+      y = cpu_dots.dot(x[:count], w, axis, dtype=sums)
+      return jnp.pad(y, ((0, size - count), (0, 0)))
+
+    y = _with_least(of_first, starts_E[e] + sizes_E[e] - first, size)
     # The last block of a group overlaps the next group, which overwrites these rows later.
     return jax.lax.dynamic_update_slice_in_dim(y_MF, y, first, 0)
 
@@ -199,12 +207,30 @@ def _multiply_transposed_blocks(
       x = _rows(x_MD, first, size)
       x = jnp.where(own, x, jnp.zeros((), x.dtype))
       dy = _rows(dy_MF, first, size)
-      return dw_DF + cpu_dots.dot(cpu_dots.transposed(x), dy, -2, dtype=sums)
+
+      def of_first(count: int) -> jax.Array:
+        return cpu_dots.dot(cpu_dots.transposed(x[:count]), dy[:count], -2, dtype=sums)
+
+      return dw_DF + _with_least(of_first, ends_E[e] - first, size)
 
     dw_DF = jax.lax.fori_loop(0, -(-sizes_E[e] // size), block, jnp.zeros((D, F), sums))
     return jax.lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, e, 0)
 
   return jax.lax.fori_loop(0, E, group, jnp.zeros((E, D, F), sums)).astype(dtype)
+
+
+def _with_least(function: Callable[[int], jax.Array], used: jax.Array, size: int) -> jax.Array:
+  """Returns `function` of how many of a block's rows to multiply, at least the first `used` ones.
+
+  These are one, two or three parts, or all rows. On several devices, where blocks may be those of
+  several stages at once, they are always all.
+  """
+  step = size // _PARTS
+  if step < _LEAST_PART or mesh.sizes_here(mesh.AXES):
+    return function(size)
+  counts = [step * parts for parts in range(1, _PARTS)] + [size]
+  branches = [functools.partial(function, count) for count in counts]
+  return jax.lax.switch(jnp.clip((used - 1) // step, 0, _PARTS - 1), branches)
 
 
 def _rows(x_MD: jax.Array, first: jax.Array, size: int) -> jax.Array:

@@ -61,6 +61,21 @@ def test_product_and_gradients_equal_a_matrix_for_each_row(sizes):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("first", [17, 18, 69, 70, 141, 281])
+def test_parts_of_a_block_hold_all_rows_of_a_group(first):
+  # Blocks have 70 rows, which four equal parts do not fill.
+  sizes, random = [first, 282 - first], np.random.default_rng(0)
+  x, w, dy = (
+    jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((282, 6), (2, 6, 5), (282, 5))
+  )
+  form = GroupedForm(jnp.array(sizes, jnp.int32))
+  got, got_vjp = jax.vjp(lambda x, w: by_form(x, w, form), x, w)
+  of_row = np.repeat(np.arange(2), sizes)
+  expected, expected_vjp = jax.vjp(lambda x, w: jnp.einsum("md,mdf->mf", x, w[of_row]), x, w)
+  for a, b in zip((got, *got_vjp(dy)), (expected, *expected_vjp(dy)), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 @pytest.mark.usefixtures("way")
 def test_garbage_in_rows_of_no_group_reaches_no_gradient():
   groups = GroupedForm(jnp.array([3, 2], jnp.int32))
