@@ -48,7 +48,7 @@ class _Unset:
 
 UNSET: Any = _Unset()
 _PLACEHOLDERS = ("...", [1, 2])
-_IMMUTABLE = bool | int | float | str | enum.Enum
+_IMMUTABLE = bool | int | float | str | enum.Enum | None
 
 
 class Setting(typing.NamedTuple):
@@ -302,10 +302,17 @@ def _class_value(cls: type[Knobs], name: str) -> Any:
     return UNSET
   kind = cls._declared[name][0]
   # A mutable value may have changed since, and must not be shared.
-  may_be_converted = isinstance(value, _IMMUTABLE) and issubclass(owner, Knobs)
-  if may_be_converted and value is owner._converted.get(name) and kind is owner._declared[name][0]:
-    return value
+  may_be_converted = issubclass(owner, Knobs) and _is_immutable(value)
+  if may_be_converted and value is owner._converted.get(name, UNSET):
+    if kind is owner._declared[name][0]:
+      return value
   return _convert(kind, value, text=False, given=f"class {cls.__name__}: {name} = {value!r}")
+
+
+def _is_immutable(value: Any) -> bool:
+  if isinstance(value, tuple):
+    return all(isinstance(item, _IMMUTABLE) for item in value)
+  return isinstance(value, _IMMUTABLE)
 
 
 def _convert(kind: Any, value: Any, *, text: bool, given: str) -> Any:

@@ -45,9 +45,9 @@ class BatchPlacer:
   @property
   def steps_in_flight(self) -> int:
     """The number of steps that may be in flight when another is dispatched."""
-    devices = self._devices.devices
-    # CPU devices share one thread pool: two concurrent steps with collectives can deadlock.
-    return 0 if devices.size > 1 and devices.flat[0].platform == "cpu" else 2
+    # One CPU computes as it is called (`jax_setup`). Several share one thread pool: two concurrent
+    # steps with collectives can deadlock.
+    return 0 if self._devices.devices.flat[0].platform == "cpu" else 2
 
   def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns global arrays, given this host's sequences; other hosts contribute theirs.

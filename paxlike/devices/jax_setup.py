@@ -33,7 +33,8 @@ def set_up(
     platform: The only platform of JAX, such as "cpu"; None: JAX's choice.
     num_cpu_devices: Number of CPU devices, with platform "cpu"; None: JAX's choice.
     gpu_plugin: Whether JAX may load its GPU plugin (0.3 GB), which compilation for GPUs needs.
-    keep_heap: Whether to call `malloc.keep_heap` on a machine with only CPUs.
+    keep_heap: Whether, on a machine with only CPUs, steps are to use the memory of earlier ones
+      again: by `malloc.keep_heap`, and if there is one device, it computes in the calling thread.
     cache_folder: Folder of JAX's compilation cache; None: no change.
 
   Raises:
@@ -51,11 +52,12 @@ def set_up(
     topology.check_gpu_share()
   else:
     gpu_targets.leave_out()
+  devices = num_cpu_devices or _asked_for()
+  keeps_heap = False
   if not tpu_targets.has_tpus():
     tpu_targets.settle()
     has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
-    if keep_heap and not has_gpu and not has_started():
-      malloc.keep_heap()
+    keeps_heap = keep_heap and not has_gpu and not has_started()
   if not has_started() and (problem := xla_environment.settle()):
     print(f"paxlike: {problem}", file=sys.stderr, flush=True)
   if num_cpu_devices is not None or os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -64,11 +66,17 @@ def set_up(
     theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
     if ours not in theirs.split():
       os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
-  devices = num_cpu_devices or _asked_for()
   if devices > 1 and "PJRT_NPROC" not in os.environ:
     # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
+  if keeps_heap:
+    malloc.keep_heap(of_all_threads=devices > 1)
   # From here on JAX is imported.
+  if keeps_heap and devices <= 1:
+    import jax
+
+    # Else the device would allocate and compute in a thread of its own.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
   if cache_folder is not None:
     program_cache.enable(os.fspath(cache_folder))
   if platform is not None or num_cpu_devices is not None:

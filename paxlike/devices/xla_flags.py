@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA compiler options: for GPUs and TPUs, and for prompts on CPUs.
+"""XLA compiler options: for GPUs and TPUs, and for initial states and prompts on CPUs.
 
 They are passed per program instead of through XLA_FLAGS or LIBTPU_INIT_ARGS, where an unknown name
 aborts the process. Per-program options take precedence over both variables, so options that the
@@ -56,12 +56,15 @@ _OF_TPUS = {
 # CPUs. By default, XLA converts the quantized weights of all layers before it computes the first.
 PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
+# By default, LLVM unrolls the loops of random numbers, for half a second of each small program,
+# which runs no faster.
+INITIALIZATION_ON_CPU: Options = {"xla_backend_optimization_level": 1}
 
 
 def options() -> tuple[Options, list[str]]:
   """Returns the options for the target devices, and the names that this version of XLA lacks.
 
-  There are none for CPUs, but for those of `prefill_options`.
+  There are none for CPUs, but for those of `prefill_options` and `initialization_options`.
   """
   devices = topology.devices()
   wanted = _wanted(devices[0], len(devices))
@@ -76,6 +79,11 @@ def prefill_options() -> Options:
     return {}
   names = PREFILL_ON_CPU | {_FORMER_NAME: True}
   return _known(PREFILL_ON_CPU, device) if _not_given(names) == names else {}
+
+
+def initialization_options() -> Options:
+  """Returns the options for programs that initialize weights and the state of an optimizer."""
+  return _not_given(INITIALIZATION_ON_CPU) if topology.devices()[0].platform == "cpu" else {}
 
 
 def _known(wanted: Options, device: Any) -> Options:

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from paxlike.devices import mesh as mesh_lib
+from paxlike.devices import xla_flags
 from paxlike.errors import UserError
 from paxlike.layers import module
 from paxlike.layers.module import Definition, Params, WeightSpec
@@ -163,7 +165,9 @@ def create(
     return transform.init(params), {} if optimizer.guard is None else optimizer.guard.init()
 
   where = shardings.opt_state, shardings.guard
-  opt_state, guard = jax.jit(init, out_shardings=where)(definition.optimized(params))
+  options = xla_flags.initialization_options()
+  jitted = jax.jit(init, out_shardings=where, compiler_options=options)
+  opt_state, guard = jitted(definition.optimized(params))
   zero = functools.partial(jnp.zeros, (), jnp.int32, device=target.step.sharding)
   return TrainState(
     step=zero(),
@@ -205,32 +209,43 @@ def init_params(
   layout = layout_of(definition.module)
   params: Params = {}
   for name in definition.weights if names is None else names:
-    spec = definition.weights[name]
     if given and name in given:
       params[name] = given[name]
       continue
-    location = layout.locate(name)
-    template, layers = (location.template, location.layers) if location else (name, (0,))
-    if location and spec.padding:
-      held = dict(zip(location.indexes, location.layers, strict=True))
-      layers = tuple(held.get(index, _PADDING) for index in range(spec.shape[0]))
-    key = jax.random.fold_in(root, zlib.crc32(template.encode()))
-    draw = _drawer(
-      _hashable(spec.init),
-      spec.shape,
-      spec.fan_in,
-      spec.stored_dtype,
-      location is not None and location.stacked,
-      spec.padding > 0,
-      mesh_lib.sharding(mesh, spec.dims, spec.shape),
-    )
-    params[name] = spec.stored(draw(key, jnp.array(layers)))
+    spec = definition.weights[name]
+    draw, code, layers = _drawing(name, spec, layout, mesh)
+    params[name] = spec.stored(draw(root, code, layers))
   return params
 
 
 def trace_init(definition: Definition, mesh: Mesh):
   """Traces `init_params`, so that errors of the initializers appear early."""
-  jax.eval_shape(lambda: init_params(definition, mesh, seed=0))
+  root = jax.eval_shape(lambda: jax.random.key(0))
+  layout = layout_of(definition.module)
+  for name, spec in definition.weights.items():
+    draw, code, layers = _drawing(name, spec, layout, mesh)
+    jax.eval_shape(spec.stored, draw.eval_shape(root, code, layers))
+
+
+def _drawing(
+  name: str, spec: WeightSpec, layout: Any, mesh: Mesh
+) -> tuple[Any, np.uint32, np.ndarray]:
+  """Returns (the initializer of a weight, its other arguments after the root of all keys)."""
+  location = layout.locate(name)
+  template, layers = (location.template, location.layers) if location else (name, (0,))
+  if location and spec.padding:
+    held = dict(zip(location.indexes, location.layers, strict=True))
+    layers = tuple(held.get(index, _PADDING) for index in range(spec.shape[0]))
+  draw = _drawer(
+    _hashable(spec.init),
+    spec.shape,
+    spec.fan_in,
+    spec.stored_dtype,
+    location is not None and location.stacked,
+    spec.padding > 0,
+    mesh_lib.sharding(mesh, spec.dims, spec.shape),
+  )
+  return draw, np.uint32(zlib.crc32(template.encode())), np.array(layers, np.int32)
 
 
 @functools.cache
@@ -253,10 +268,12 @@ def _drawer(
       drawn = jnp.where(layer == _PADDING, 0, drawn)
     return drawn.astype(dtype)
 
-  def draw(key: jax.Array, layers: jax.Array) -> jax.Array:
+  def draw(root: jax.Array, code: jax.Array, layers: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(root, code)
     return jax.vmap(one, (None, 0))(key, layers) if stacked else one(key, layers[0])
 
-  return jax.jit(draw, out_shardings=where)
+  options = xla_flags.initialization_options()
+  return jax.jit(draw, out_shardings=where, compiler_options=options)
 
 
 def _hashable(init: module.Initializer) -> tuple[Any, tuple[tuple[str, Any], ...]]:

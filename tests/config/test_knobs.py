@@ -236,11 +236,18 @@ def test_a_class_that_is_changed_later_gives_its_present_value():
   Changed.NUM_LAYERS = "many"  # pyright: ignore[reportAttributeAccessIssue]
   with pytest.raises(UserError, match="NUM_LAYERS"):
     _ = Below().NUM_LAYERS
+  Below.NUM_LAYERS = None  # pyright: ignore[reportAttributeAccessIssue]
+  with pytest.raises(UserError, match="NUM_LAYERS = None"):
+    _ = Below().NUM_LAYERS
 
 
 def test_a_mutable_value_of_a_class_is_not_shared():
   class Shared(Base):
     SIZES = {"data": 2}
+    ROWS: tuple[list[int], ...] = ([1],)
+
+  Shared().ROWS[0].append(9)
+  assert Shared().ROWS == ([1],)
 
   Shared.knobs()["SIZES"].default["data"] = 9
   Shared().values()["SIZES"].value["fsdp"] = 9

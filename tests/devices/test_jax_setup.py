@@ -2,10 +2,12 @@
 """What is set before JAX starts."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from paxlike.devices import jax_setup
+from paxlike.devices import jax_setup, malloc
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,31 @@ def test_threads_suffice_for_devices_that_wait_in_different_collectives(
   monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu"} | given)
   jax_setup.set_up()
   assert os.environ.get("NPROC") == threads
+
+
+# The median of the page faults of equal calls with temporaries of 160 MB.
+FAULTS = """
+import resource, statistics
+from paxlike.devices import jax_setup
+jax_setup.set_up(platform="cpu")
+import jax, jax.numpy as jnp
+@jax.jit
+def f(x):
+  outer = jax.lax.optimization_barrier(x[:4000, None] * x[None, :])
+  return jnp.cumsum(outer, axis=1).max()
+ones = jnp.ones(5000)
+counts = []
+for _ in range(6):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  f(ones).block_until_ready()
+  counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(statistics.median_low(counts))
+"""
+
+
+@pytest.mark.skipif(malloc._function("mallopt") is None, reason="needs glibc")
+def test_a_program_for_one_cpu_uses_the_memory_of_its_last_call_again():
+  environment = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
+  environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=0"
+  faults = int(subprocess.check_output([sys.executable, "-c", FAULTS], env=environment))
+  assert faults < (160 << 20) / os.sysconf("SC_PAGE_SIZE") / 10

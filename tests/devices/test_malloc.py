@@ -7,11 +7,11 @@ import pytest
 
 from paxlike.devices import malloc
 
-# Faults of the second of two equal blocks that another thread allocates, fills and frees.
+# Faults of the second of two equal blocks that a thread allocates, fills and frees.
 SCRIPT = """
-import ctypes, resource, threading
+import ctypes, resource, sys, threading
 from paxlike.devices import malloc
-malloc.keep_heap()
+malloc.keep_heap(of_all_threads=sys.argv[1] == "all")
 c = ctypes.CDLL(None)
 c.malloc.restype = ctypes.c_void_p
 c.free.argtypes = [ctypes.c_void_p]
@@ -25,16 +25,19 @@ def run():
     fill()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
   print(faults)
-thread = threading.Thread(target=run)
-thread.start()
-thread.join()
+if sys.argv[2] == "main":
+  run()
+else:
+  thread = threading.Thread(target=run)
+  thread.start()
+  thread.join()
 """
 
 
-def second_faults(**variables: str) -> int:
+def second_faults(kept: str, thread: str, **variables: str) -> int:
   environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}
   output = subprocess.run(
-    [sys.executable, "-c", SCRIPT],
+    [sys.executable, "-c", SCRIPT, kept, thread],
     env=environment | variables | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"},
     stdout=subprocess.PIPE,
     text=True,
@@ -46,8 +49,10 @@ def second_faults(**variables: str) -> int:
 @pytest.mark.skipif(malloc._function("mallopt") is None, reason="needs glibc")
 def test_what_is_freed_is_used_again_unless_the_user_decides():
   num_pages = (100 << 20) // os.sysconf("SC_PAGE_SIZE")
-  assert second_faults() < num_pages / 100
-  assert second_faults(MALLOC_ARENA_MAX="8") > num_pages / 2
+  assert second_faults("all", "another") < num_pages / 100
+  assert second_faults("own", "main") < num_pages / 100
+  assert second_faults("own", "another") > num_pages / 2
+  assert second_faults("all", "another", MALLOC_ARENA_MAX="8") > num_pages / 2
 
 
 # What stays resident of large blocks that were freed while small ones between them were not.
