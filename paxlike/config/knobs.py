@@ -303,9 +303,9 @@ def _class_value(cls: type[Knobs], name: str) -> Any:
   kind = cls._declared[name][0]
   # A mutable value may have changed since, and must not be shared.
   may_be_converted = issubclass(owner, Knobs) and _is_immutable(value)
-  if may_be_converted and value is owner._converted.get(name, UNSET):
-    if kind is owner._declared[name][0]:
-      return value
+  is_converted = may_be_converted and value is owner._converted.get(name, UNSET)
+  if is_converted and kind is owner._declared[name][0]:
+    return value
   return _convert(kind, value, text=False, given=f"class {cls.__name__}: {name} = {value!r}")
 
 

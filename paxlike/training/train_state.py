@@ -106,9 +106,14 @@ def abstract(
 
 def _abstract_weights(definition: Definition) -> Any:
   return {
-    name: jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
+    name: _stored(spec, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
     for name, spec in definition.weights.items()
   }
+
+
+def _stored(spec: WeightSpec, weight: jax.ShapeDtypeStruct) -> Any:
+  # To trace what does nothing, too, would take a millisecond for each weight.
+  return jax.eval_shape(spec.stored, weight) if spec.is_quantized else weight
 
 
 def weight_of(
@@ -224,7 +229,7 @@ def trace_init(definition: Definition, mesh: Mesh):
   layout = layout_of(definition.module)
   for name, spec in definition.weights.items():
     draw, code, layers = _drawing(name, spec, layout, mesh)
-    jax.eval_shape(spec.stored, draw.eval_shape(root, code, layers))
+    _stored(spec, draw.eval_shape(root, code, layers))
 
 
 def _drawing(
