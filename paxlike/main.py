@@ -27,10 +27,10 @@ _interrupted: list[BaseException] = []
 
 def run():
   """Entry point of the `paxlike` command."""
-  # Importing and tracing leave millions of objects alive; to scan them after every few hundred new
-  # ones, as by default, and at exit takes an eighth of the CPU time of a start with a full cache.
+  # Importing and tracing leave millions of objects alive. By default, Python scans them after every
+  # few hundred new ones, and at exit.
   gc.set_threshold(50_000, 10, 10)
-  # As NumPy is imported, the threads of its BLAS spin while they wait for work: 0.1 s of CPU time.
+  # Idle threads of NumPy's BLAS would spin for 0.1 s before they sleep.
   os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
   console.outlive_readers()
   sys.unraisablehook = _report_unraisable

@@ -45,8 +45,8 @@ class BatchPlacer:
   @property
   def steps_in_flight(self) -> int:
     """The number of steps that may be in flight when another is dispatched."""
-    # One CPU computes as it is called (`jax_setup`). Several share one thread pool: two concurrent
-    # steps with collectives can deadlock.
+    # One CPU device computes as it is called, unless JAX had started before (`jax_setup`). Several
+    # share one thread pool: two concurrent steps with collectives can deadlock.
     return 0 if self._devices.devices.flat[0].platform == "cpu" else 2
 
   def put(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

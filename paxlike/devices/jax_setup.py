@@ -33,8 +33,9 @@ def set_up(
     platform: The only platform of JAX, such as "cpu"; None: JAX's choice.
     num_cpu_devices: Number of CPU devices, with platform "cpu"; None: JAX's choice.
     gpu_plugin: Whether JAX may load its GPU plugin (0.3 GB), which compilation for GPUs needs.
-    keep_heap: Whether, on a machine with only CPUs, steps are to use the memory of earlier ones
-      again: by `malloc.keep_heap`, and if there is one device, it computes in the calling thread.
+    keep_heap: Whether steps reuse the memory of earlier ones, on a machine with only CPUs: calls
+      `malloc.keep_heap`, and makes a single device compute in the calling thread, in all of this
+      process.
     cache_folder: Folder of JAX's compilation cache; None: no change.
 
   Raises:
@@ -52,7 +53,6 @@ def set_up(
     topology.check_gpu_share()
   else:
     gpu_targets.leave_out()
-  devices = num_cpu_devices or _asked_for()
   keeps_heap = False
   if not tpu_targets.has_tpus():
     tpu_targets.settle()
@@ -66,6 +66,7 @@ def set_up(
     theirs, ours = os.environ.get("XLA_FLAGS", ""), "--xla_disable_hlo_passes=all-reduce-promotion"
     if ours not in theirs.split():
       os.environ["XLA_FLAGS"] = f"{ours} {theirs}".strip()
+  devices = num_cpu_devices or _asked_for()
   if devices > 1 and "PJRT_NPROC" not in os.environ:
     # The number of XLA's threads: with too few, all may wait in different collectives, a deadlock.
     os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
@@ -75,7 +76,7 @@ def set_up(
   if keeps_heap and devices <= 1:
     import jax
 
-    # Else the device would allocate and compute in a thread of its own.
+    # Else another thread would compute, whose arena does not keep large blocks.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
   if cache_folder is not None:
     program_cache.enable(os.fspath(cache_folder))

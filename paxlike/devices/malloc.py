@@ -13,16 +13,15 @@ TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
 
 
 def keep_heap(*, of_all_threads: bool):
-  """Keeps freed memory in the heap for reuse by later steps on a CPU.
+  """Keeps freed memory in the heap for reuse by later steps on a CPU: that of the main thread.
 
   A step allocates its temporaries as one block. By default, glibc returns the block to the system
   after each step, and page faults then cost an eighth of the time of a small step. Call it before
   threads start. No effect if the user has set MALLOC_ARENA_MAX.
 
   Args:
-    of_all_threads: Whether to keep large blocks of other threads than the main one, too. All
-      threads then share one arena, for whose lock they wait as they compile: it takes a fifth more
-      CPU time.
+    of_all_threads: Whether to keep the large blocks of other threads, too. All threads then share
+      one arena and wait for its lock, so that a compilation takes a fifth more CPU time.
   """
   mallopt = _function("mallopt")
   if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:

@@ -56,15 +56,15 @@ _OF_TPUS = {
 # CPUs. By default, XLA converts the quantized weights of all layers before it computes the first.
 PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
-# By default, LLVM unrolls the loops of random numbers, for half a second of each small program,
-# which runs no faster.
+# By default, LLVM unrolls the loops that draw small arrays of random numbers. That takes half a
+# second per program and makes none faster.
 INITIALIZATION_ON_CPU: Options = {"xla_backend_optimization_level": 1}
 
 
 def options() -> tuple[Options, list[str]]:
   """Returns the options for the target devices, and the names that this version of XLA lacks.
 
-  There are none for CPUs, but for those of `prefill_options` and `initialization_options`.
+  For CPUs there are none; see `prefill_options` and `initialization_options`.
   """
   devices = topology.devices()
   wanted = _wanted(devices[0], len(devices))

@@ -104,7 +104,7 @@ def _weight(name: str, spec: WeightSpec, location: Location | None) -> Weight:
   layers = -1 if name.startswith(MTP) else 0
   if location is not None:
     layers = len(location.layers) if location.stacked else -1
-  held = jax.eval_shape(spec.stored, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
+  held = spec.abstract
   nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
   return Weight(
     dims=spec.dims,

@@ -89,9 +89,9 @@ def _train(
     phases.enter("data", step)
     batch = trainer.placer.put(next(batches).arrays)
     phases.enter("dispatch", step)
-    phases.enter("step", step)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       state, metrics = program(state, batch)
+    phases.enter("step", step)
     pending.append(metrics)
     if len(pending) > trainer.placer.steps_in_flight:
       jax.block_until_ready(pending.popleft())

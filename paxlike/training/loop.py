@@ -199,11 +199,11 @@ class Loop:
     if _due(step, self._trainer.repeat_step_every):
       self._pause("repeating a step")
       repeated = checksums(program(jax.tree.map(jnp.copy, state), arrays)[0])
-    phases.enter("step", step)
     with self._profiler.step(step):
       state, *reported = program(state, arrays)
     if repeated is not None:
       check_repeated(repeated, checksums(state), step)
+    phases.enter("step", step)
     self._log(self._meter.add(step, *reported))
     return state, batch.state
 

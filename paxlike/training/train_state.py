@@ -105,15 +105,7 @@ def abstract(
 
 
 def _abstract_weights(definition: Definition) -> Any:
-  return {
-    name: _stored(spec, jax.ShapeDtypeStruct(spec.shape, spec.stored_dtype))
-    for name, spec in definition.weights.items()
-  }
-
-
-def _stored(spec: WeightSpec, weight: jax.ShapeDtypeStruct) -> Any:
-  # To trace what does nothing, too, would take a millisecond for each weight.
-  return jax.eval_shape(spec.stored, weight) if spec.is_quantized else weight
+  return {name: spec.abstract for name, spec in definition.weights.items()}
 
 
 def weight_of(
@@ -158,7 +150,7 @@ def create(
 ) -> TrainState:
   """Returns the state before the first step, each array created with its sharding.
 
-  Weights in `given` are used as they are; the others are initialized.
+  Weights in `given` are used as they are; the others are initialized by `init_params`.
   """
   target = abstract(definition, optimizer, mesh)
   weights = init_params(definition, mesh, seed=seed, given=given)
@@ -208,7 +200,7 @@ def init_params(
   """Initializes the weights that are not `given`, each with a key from (seed, name, layer).
 
   Initial weights are then the same in every layout and on every mesh, and adding a weight changes
-  no other. `names` selects weights; None: all.
+  no other. `names` selects weights; None: all. It is not to be traced: it gives XLA options.
   """
   root = jax.random.key(seed)
   layout = layout_of(definition.module)
@@ -224,18 +216,18 @@ def init_params(
 
 
 def trace_init(definition: Definition, mesh: Mesh):
-  """Traces `init_params`, so that errors of the initializers appear early."""
+  """Traces the initializer of each weight, so that its errors appear early."""
   root = jax.eval_shape(lambda: jax.random.key(0))
   layout = layout_of(definition.module)
   for name, spec in definition.weights.items():
     draw, code, layers = _drawing(name, spec, layout, mesh)
-    _stored(spec, draw.eval_shape(root, code, layers))
+    draw.eval_shape(root, code, layers)
 
 
 def _drawing(
   name: str, spec: WeightSpec, layout: Any, mesh: Mesh
 ) -> tuple[Any, np.uint32, np.ndarray]:
-  """Returns (the initializer of a weight, its other arguments after the root of all keys)."""
+  """Returns (draw, code, layers): draw(root key, code, layers) initializes a weight."""
   location = layout.locate(name)
   template, layers = (location.template, location.layers) if location else (name, (0,))
   if location and spec.padding:
@@ -263,7 +255,7 @@ def _drawer(
   padded: bool,
   where: NamedSharding,
 ):
-  """Returns the compiled initializer, shared by all weights with equal arguments."""
+  """Returns the jitted initializer (see `_drawing`), shared by weights with equal arguments."""
   function, keywords = init
 
   def one(key: jax.Array, layer: jax.Array) -> jax.Array:

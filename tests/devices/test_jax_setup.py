@@ -31,6 +31,15 @@ def test_threads_suffice_for_devices_that_wait_in_different_collectives(
   assert os.environ.get("NPROC") == threads
 
 
+def test_devices_are_also_counted_in_a_file_of_flags(monkeypatch, tmp_path):
+  flags = tmp_path / "flags.txt"
+  flags.write_text("--xla_force_host_platform_device_count=30")
+  monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": str(flags)})
+  monkeypatch.setattr(jax_setup, "has_started", lambda: False)
+  jax_setup.set_up(keep_heap=False)
+  assert os.environ.get("NPROC") == "240"
+
+
 # The median of the page faults of equal calls with temporaries of 160 MB.
 FAULTS = """
 import resource, statistics
@@ -52,8 +61,9 @@ print(statistics.median_low(counts))
 
 
 @pytest.mark.skipif(malloc._function("mallopt") is None, reason="needs glibc")
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="keeps no heap beside GPUs")
 def test_a_program_for_one_cpu_uses_the_memory_of_its_last_call_again():
   environment = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
-  environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=0"
+  environment |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0", "JAX_NUM_CPU_DEVICES": "1"}
   faults = int(subprocess.check_output([sys.executable, "-c", FAULTS], env=environment))
   assert faults < (160 << 20) / os.sysconf("SC_PAGE_SIZE") / 10

@@ -7,7 +7,8 @@ import pytest
 
 from paxlike.devices import malloc
 
-# Faults of the second of two equal blocks that a thread allocates, fills and frees.
+# Page faults of the second of two equal blocks that a thread allocates, fills and frees; arguments:
+# whose memory is kept ("all" or "own", of the main thread), and which thread it is.
 SCRIPT = """
 import ctypes, resource, sys, threading
 from paxlike.devices import malloc

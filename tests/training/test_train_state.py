@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.tiny_model import adamw, tiny
 
-from paxlike.devices import mesh
+from paxlike.devices import mesh, xla_flags
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers.stack import layout_of
 from paxlike.training import train_state
@@ -61,3 +61,16 @@ def test_the_optimizer_state_lives_where_its_weights_live(scan):
     assert state.params[name].sharding == where
     assert adam.mu[name].sharding == adam.nu[name].sharding == where
   assert any(not x.sharding.is_fully_replicated for x in state.params.values())
+
+
+def test_the_options_of_initializations_change_no_weight(monkeypatch):
+  spec, devices = MeshSpec(ici=(1, 1, 1)), jax.devices()[:1]
+  without = drawn(tiny(), spec, devices)
+  monkeypatch.setenv("XLA_FLAGS", "")
+  assert xla_flags.initialization_options()
+  train_state._drawer.cache_clear()
+  try:
+    for name, value in drawn(tiny(), spec, devices).items():
+      np.testing.assert_allclose(value, without[name], rtol=1e-5, atol=1e-7)
+  finally:
+    train_state._drawer.cache_clear()

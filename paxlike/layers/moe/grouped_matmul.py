@@ -220,10 +220,11 @@ def _multiply_transposed_blocks(
 
 
 def _with_least(function: Callable[[int], jax.Array], used: jax.Array, size: int) -> jax.Array:
-  """Returns `function` of how many of a block's rows to multiply, at least the first `used` ones.
+  """Returns function(count) for the least count that covers the first `used` rows of a block.
 
-  These are one, two or three parts, or all rows. On several devices, where blocks may be those of
-  several stages at once, they are always all.
+  Counts are one, two or three quarters of `size`, or `size`. Under a mesh of several devices it is
+  always `size`: pipelines compute several stages at once, for which `switch` would compute each
+  branch.
   """
   step = size // _PARTS
   if step < _LEAST_PART or mesh.sizes_here(mesh.AXES):
