@@ -56,8 +56,8 @@ _OF_TPUS = {
 # CPUs. By default, XLA converts the quantized weights of all layers before it computes the first.
 PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
-# By default, LLVM unrolls the loops that draw small arrays of random numbers. That takes half a
-# second per program and makes none faster.
+# By default, LLVM unrolls the loops that draw small arrays of random numbers. These programs then
+# compile for three times as long and run no faster.
 INITIALIZATION_ON_CPU: Options = {"xla_backend_optimization_level": 1}
 
 

@@ -18,6 +18,7 @@ from paxlike.errors import UserError
 from paxlike.layers import module
 from paxlike.layers.module import Definition, Params, WeightSpec
 from paxlike.layers.stack import layout_of
+from paxlike.layers.stack_layout import Layout
 from paxlike.training.optimizers import Optimizer
 
 T = TypeVar("T")
@@ -225,7 +226,7 @@ def trace_init(definition: Definition, mesh: Mesh):
 
 
 def _drawing(
-  name: str, spec: WeightSpec, layout: Any, mesh: Mesh
+  name: str, spec: WeightSpec, layout: Layout, mesh: Mesh
 ) -> tuple[Any, np.uint32, np.ndarray]:
   """Returns (draw, code, layers): draw(root key, code, layers) initializes a weight."""
   location = layout.locate(name)

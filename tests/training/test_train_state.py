@@ -63,7 +63,7 @@ def test_the_optimizer_state_lives_where_its_weights_live(scan):
   assert any(not x.sharding.is_fully_replicated for x in state.params.values())
 
 
-def test_the_options_of_initializations_change_no_weight(monkeypatch):
+def test_the_options_of_initializations_change_weights_by_rounding_alone(monkeypatch):
   spec, devices = MeshSpec(ici=(1, 1, 1)), jax.devices()[:1]
   without = drawn(tiny(), spec, devices)
   monkeypatch.setenv("XLA_FLAGS", "")
