@@ -5,14 +5,18 @@ JAX sums them in the compute dtype; in bfloat16, addends below 1/512 of a sum ar
 """
 
 import functools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from paxlike.devices import mesh
+from paxlike.devices import mesh, topology
 from paxlike.layers.precision import cpu_dots
+
+_LANES = 128  # TPUs pad rows to multiples of this.
 
 
 @jax.custom_vjp
@@ -36,7 +40,7 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
 
   `dims` are the dim names of the table.
   """
-  if mesh.in_stage():
+  if mesh.in_stage() or _gathers_table(table, ids, dims):
     return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
   if cpu_dots.on_cpu():
     table, ids = cpu_dots.tied(table, ids)
@@ -45,7 +49,7 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
 
 def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]:
   table, ids = saved
-  if mesh.in_stage():
+  if mesh.in_stage() or _gathers_table(table, ids, dims):
     total = _on_devices(_local_sum, table, ids, dims, dy, gives_table=True)
   else:
     dy = _sharded_as_table(dy, table, ids, dims)
@@ -54,6 +58,27 @@ def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Ar
 
 
 lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)), _lookup_backward)
+
+
+def _gathers_table(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> bool:
+  """Returns whether devices gather the columns of the table, and look up their own tokens only.
+
+  Otherwise each looks up its columns of all tokens of the devices that share the table, and they
+  exchange them. TPUs look up one row after another, and pad narrow ones: in a pod, those of all
+  tokens may take more memory than the table.
+  """
+  sizes = mesh.sizes_here(mesh.AXES)
+  if not sizes or ids.ndim != 2 or topology.devices()[0].platform != "tpu":
+    return False
+  of_vocab, of_model = mesh.axes_by_dim(mesh.partition(dims, table.shape, sizes))
+  of_ids = mesh.axes_of(mesh.partition(("batch", "time"), ids.shape, sizes))
+
+  def shards(axes: Iterable[str]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+  num_ids = ids.size // shards(of_ids.difference(of_model))
+  columns = max(table.shape[1] // shards(of_model), _LANES)
+  return bool(of_model) and num_ids * columns >= table.size // shards(of_vocab)
 
 
 def _sharded_as_table(dy: jax.Array, table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
@@ -73,7 +98,10 @@ def _sharded_as_table(dy: jax.Array, table: jax.Array, ids: jax.Array, dims: mes
 def _on_devices(
   function: Any, table: jax.Array, ids: jax.Array, dims: mesh.Dims, *others: Any, gives_table: bool
 ) -> jax.Array:
-  """Calls `function` on each device's shards; XLA cannot partition gathers in a pipeline stage."""
+  """Calls `function` on each device's shards.
+
+  XLA cannot partition gathers in a pipeline stage, and elsewhere never gathers the table.
+  """
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
     return function(table, ids, *others, (), (), ())

@@ -2,6 +2,7 @@
 """Gradients that are sums of many bfloat16 numbers, as exact as the last bits of their result."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -50,26 +51,47 @@ def test_a_row_that_is_looked_up_often():
   close(found, expected)
 
 
-def test_devices_exchange_the_rows_of_gradients_as_they_are():
+TABLE_DIMS = ("vocab", "model")
+
+
+def value_and_gradient(table, ids, dy):
+  value, backward = jax.vjp(lambda table: float32_sums.lookup(table, ids, TABLE_DIMS), table)
+  return value, backward(dy)[0]
+
+
+# Of 4,096 rows of 256 columns, a device of four has 64 columns, which it pads to 128.
+@pytest.mark.parametrize(("num_tokens", "gathers"), [(8191, False), (8192, True)])
+def test_tpus_exchange_rows_in_their_own_dtype_or_gather_the_smaller_table(num_tokens, gathers):
   with topology.target("v5e-4"):
     devices = MeshSpec(ici={"fsdp": 4}).build()
-    ids = jax.ShapeDtypeStruct((8, 512), "int32", sharding=sharding(devices, ("batch",), (8,)))
-    table_dims, x_dims = ("vocab", "model"), ("batch", "time", None)
-    table = sharded(devices, table_dims, (4096, 256))
-
-    def gradient(table, ids, dy):
-      return jax.vjp(lambda table: float32_sums.lookup(table, ids, table_dims), table)[1](dy)
-
+    shape = (4, num_tokens // 4)
+    ids = jax.ShapeDtypeStruct(shape, "int32", sharding=sharding(devices, ("batch", None), shape))
+    table = sharded(devices, TABLE_DIMS, (4096, 256))
+    dy = sharded(devices, ("batch", "time", None), (*shape, 256))
     with jax.set_mesh(devices):
-      lowered = jax.jit(gradient).lower(table, ids, sharded(devices, x_dims, (8, 512, 256)))
-      text = lowered.compile().as_text() or ""
-  [exchange] = (
-    one
-    for lines in hlo_text.computations(text).values()
-    for one in lines
-    if one.operation.startswith("all-to-all")
-  )
-  assert exchange.outputs[0].dtype == "bf16"
+      text = jax.jit(value_and_gradient).lower(table, ids, dy).compile().as_text() or ""
+  lines = [one for lines in hlo_text.computations(text).values() for one in lines]
+  exchanges = [one for one in lines if one.operation.startswith("all-to-all")]
+  assert {one.outputs[0].dtype for one in exchanges} == (set() if gathers else {"bf16"})
+  # Those of ids are int32.
+  sent = [array for one in lines if one.operation.startswith("all-gather") for array in one.outputs]
+  assert any(array.dtype == "bf16" and 256 in array.dims for array in sent) == gathers
+
+
+@pytest.mark.parametrize("vocab_size", [64, 63])
+def test_a_gathered_table_gives_the_same_rows_and_gradient(monkeypatch, vocab_size):
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.normal(size=(vocab_size, 16)), jnp.float32)
+  ids = jnp.asarray(rng.integers(vocab_size, size=(8, 32)), jnp.int32)
+  dy = jnp.asarray(rng.normal(size=(8, 32, 16)), jnp.float32)
+  expected = value_and_gradient(table, ids, dy)
+  devices = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).build()
+  monkeypatch.setattr(topology, "devices", lambda: [types.SimpleNamespace(platform="tpu")])
+  with jax.set_mesh(devices):
+    lowered = jax.jit(value_and_gradient).lower(table, ids, dy)
+    found = lowered.compile()(table, ids, dy)
+  assert "all_gather" in lowered.as_text()
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
 def sharded(devices, dims, shape):
