@@ -27,9 +27,7 @@ _interrupted: list[BaseException] = []
 
 def run():
   """Entry point of the `paxlike` command."""
-  # Importing and tracing leave millions of objects alive. By default, Python scans them after every
-  # few hundred new ones, and at exit.
-  gc.set_threshold(50_000, 10, 10)
+  startup.postpone_garbage_collection()
   # Idle threads of NumPy's BLAS would spin for 0.1 s before they sleep.
   os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
   console.outlive_readers()
@@ -54,7 +52,7 @@ def run():
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(status)
-  # Else the interpreter scans all live objects once more as it exits.
+  # Else the interpreter scans all objects once more as it exits.
   gc.freeze()
   sys.exit(status)
 
@@ -115,6 +113,8 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
   stage.attempt = functools.partial(run_mode.attempt, make=root_graph.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show_page
 
+  if options.mode not in ("train", "eval", "decode", "compile"):
+    startup.collect_garbage()
   if options.list:
     print(show_page.experiments())
     return 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paxlike import root_graph
-from paxlike.cli import error_diagnosis, flags
+from paxlike.cli import error_diagnosis, flags, startup
 from paxlike.devices import topology
 from paxlike.errors import UserError
 from paxlike.processes import cluster
@@ -143,6 +143,7 @@ def _run(
   assert options.job_log_dir is not None
   trainer, prompts, how = _check(options, graph, trainer)
   stage.is_over = True
+  startup.collect_garbage()
   if options.pgle_profile is not None:
     from paxlike.profiling import guided
 

@@ -5,6 +5,7 @@ If Python code calls paxlike, JAX may already be initialized; settings that it w
 are then skipped.
 """
 
+import gc
 import os
 from typing import Any
 
@@ -12,6 +13,22 @@ from paxlike.cli import flags
 from paxlike.devices import jax_setup, program_cache, tpu_targets
 from paxlike.errors import UserError
 from paxlike.processes import cluster
+
+
+def postpone_garbage_collection():
+  """Lets Python scan for no garbage until `collect_garbage`.
+
+  Importing and tracing leave millions of objects alive, which it would scan again and again.
+  """
+  gc.disable()
+  gc.set_threshold(50_000, 10, 10)
+
+
+def collect_garbage():
+  """Ends `postpone_garbage_collection`: scans leave out what is alive by then."""
+  if not gc.isenabled():
+    gc.freeze()
+    gc.enable()
 
 
 def set_up_jax(options: flags.Options):

@@ -13,10 +13,14 @@ from helpers.sources import REPOSITORY
 HEAVY = ("tensorflow", "tensorflow_datasets", "seqio", "torch", "transformers", "datasets")
 HEAVY += ("tokenizers", "sentencepiece", "matplotlib", "grain", "tensorboard", "lm_eval", "peft")
 CODE = """
-import json, sys
-from paxlike.main import main
-status = main(sys.argv)
-print(json.dumps([status, sorted({name.partition(".")[0] for name in sys.modules})]))
+import gc, json, sys
+from paxlike.main import run
+try:
+  run()
+except SystemExit as ended:
+  status = ended.code
+names = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps([status, gc.isenabled(), names]))
 """
 
 
@@ -25,8 +29,9 @@ def modules(*flags: str) -> set[str]:
   own = os.environ | {"PYTHONPATH": str(REPOSITORY)}
   command = [sys.executable, "-c", CODE, *flags]
   done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
-  status, names = json.loads(done.stdout.splitlines()[-1])
+  status, collects_garbage, names = json.loads(done.stdout.splitlines()[-1])
   assert status == 0, done.stderr
+  assert collects_garbage or "--help" in flags
   return set(names)
 
 
