@@ -45,10 +45,14 @@ def set_up_jax(options: flags.Options):
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   target, topologies = options.topology, options.topologies
+  if topologies:
+    needs_gpu_plugin = not all(map(tpu_targets.names_tpus, topologies))
+  else:
+    needs_gpu_plugin = options.num_cpu_devices is None and os.environ.get("JAX_PLATFORMS") != "cpu"
   jax_setup.set_up(
     platform=None if target is None else "cpu",
     num_cpu_devices=options.num_cpu_devices,
-    gpu_plugin=not topologies or not all(map(tpu_targets.names_tpus, topologies)),
+    gpu_plugin=needs_gpu_plugin,
     keep_heap=target is None,
     cache_folder=token_index.cache_folder() / "xla",
   )
