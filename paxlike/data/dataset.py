@@ -6,6 +6,7 @@ hosts.
 """
 
 import abc
+import collections
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ ENDLESS = 2**62
 # An upper bound of the batch size: a larger position per update means a damaged checkpoint.
 _MAX_BATCH_SIZE = 2**22
 _JOIN_SECONDS = 10
+# Small batches are made and handed over together: at most so many, of so many tokens in all. Alone,
+# each would take twice as long: to call NumPy's functions, and to wake the other thread.
+_TOGETHER, _TOKENS_TOGETHER = 4, 2**17
 
 
 class Batch(NamedTuple):
@@ -91,7 +95,7 @@ class Dataset(Source, abc.ABC):
         error.
       repeat: Whether to repeat epochs for ever. Else the iterator ends with this epoch, and the
         last batch is padded with sequences of weight 0.
-      prefetch: Batches that a thread prepares ahead.
+      prefetch: Batches that a thread prepares ahead; of small ones, up to four times as many.
 
     Raises:
       UserError: `state` is of other data or damaged, or the data is empty.
@@ -144,8 +148,11 @@ class Dataset(Source, abc.ABC):
   @abc.abstractmethod
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
-  ) -> Iterator[Batch]:
-    """Yields the batches of `batches`, starting at sequence `position` of `epoch`."""
+  ) -> Iterator[list[Batch]]:
+    """Yields the batches of `batches`, starting at sequence `position` of `epoch`.
+
+    Those of a list are made together.
+    """
 
 
 def epoch_random(seed: int, epoch: int) -> np.random.Generator:
@@ -173,9 +180,30 @@ class RowDataset(Dataset):
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
-  ) -> Iterator[Batch]:
+  ) -> Iterator[list[Batch]]:
     fingerprint = self.fingerprint()
+    most = min(_TOGETHER, _TOKENS_TOGETHER // max(len(rows) * self.seq_len, 1))
     while repeat or position < self.num_rows(epoch):
+      # Batches that end before the epoch does.
+      count = min(most, (self.num_rows(epoch) - position - 1) // batch_size)
+      if count > 1:
+        begins = position + batch_size * np.arange(count)
+        try:
+          arrays = self.rows(epoch, (begins[:, None] + rows).reshape(-1))
+        except Exception:  # It is raised again by the batch that is wrong.
+          most = 1
+          continue
+        shape = (count, len(rows))
+        arrays = {name: x.reshape(*shape, *x.shape[1:]) for name, x in arrays.items()}
+        position = int(begins[-1]) + batch_size
+        yield [
+          Batch(
+            {name: array[i] for name, array in arrays.items()},
+            {"epoch": epoch, "position": begin + batch_size, "fingerprint": fingerprint},
+          )
+          for i, begin in enumerate(begins.tolist())
+        ]
+        continue
       numbers = position + rows
       parts, part_epoch = [], epoch
       while len(numbers):
@@ -193,7 +221,7 @@ class RowDataset(Dataset):
         position -= self.num_rows(epoch)
         epoch += 1
       state = {"epoch": epoch, "position": position, "fingerprint": fingerprint}
-      yield Batch(_concatenated(parts), state)
+      yield [Batch(_concatenated(parts), state)]
 
 
 def _concatenated(parts: list[Arrays]) -> Arrays:
@@ -209,16 +237,21 @@ def _without_weight(arrays: Arrays) -> Arrays:
 class Batches(Iterator[Batch]):
   """Batches prefetched by a thread; `close` stops it."""
 
-  def __init__(self, source: Iterator[Batch], *, prefetch: int):
-    self._queue: queue.Queue[Batch | BaseException | None] = queue.Queue(max(prefetch, 1))
+  def __init__(self, source: Iterator[list[Batch]], *, prefetch: int):
+    """Starts the thread, which prepares `prefetch` of the source's lists ahead."""
+    self._queue: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(prefetch, 1))
+    self._ready: collections.deque[Batch] = collections.deque()
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._fill, args=(source,), daemon=True)
     self._thread.start()
 
   def __next__(self) -> Batch:
+    if self._ready:
+      return self._ready.popleft()
     item = self._queue.get()
-    if isinstance(item, Batch):
-      return item
+    if isinstance(item, list):
+      self._ready.extend(item)
+      return self._ready.popleft()
     self._queue.put(item)
     if item is None:
       raise StopIteration
@@ -236,23 +269,24 @@ class Batches(Iterator[Batch]):
     self._drain()  # Unblocks a thread that waits for space in the queue.
     self._thread.join(_JOIN_SECONDS)  # A thread that hangs ends with the process (daemon).
     self._drain()
+    self._ready.clear()
     self._queue.put(None)
 
   def _drain(self):
     while not self._queue.empty():
       self._queue.get_nowait()
 
-  def _fill(self, source: Iterator[Batch]):
+  def _fill(self, source: Iterator[list[Batch]]):
     last: BaseException | None = None
     try:
-      for batch in source:
-        self._put(batch)
+      for batches in source:
+        self._put(batches)
         if self._closed.is_set():
           return
     except BaseException as error:  # Raised again by `__next__`.
       last = error
     self._put(last)
 
-  def _put(self, item: Batch | BaseException | None):
+  def _put(self, item: list[Batch] | BaseException | None):
     if not self._closed.is_set():
       self._queue.put(item)  # If `close` comes while this waits, it drains the queue.

@@ -146,7 +146,7 @@ class ExampleRows(CorpusRows):
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
-  ) -> Iterator[Batch]:
+  ) -> Iterator[list[Batch]]:
     if repeat:
       yield from super()._generate(batch_size, rows, epoch, position, repeat)
       return
@@ -162,7 +162,7 @@ class ExampleRows(CorpusRows):
       arrays = self._rows(epoch, np.where(is_padding, order[first], numbers[rows]), length)
       arrays["weights"][is_padding] = 0
       state = {"epoch": epoch, "position": first + batch_size, "fingerprint": fingerprint}
-      yield Batch(arrays, state, numbers)
+      yield [Batch(arrays, state, numbers)]
 
 
 def _rounded_up(size: int, limit: int) -> int:

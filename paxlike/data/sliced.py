@@ -54,14 +54,16 @@ class Sliced(Dataset):
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
-  ) -> Iterator[Batch]:
+  ) -> Iterator[list[Batch]]:
     k = self._slices
     assert batch_size % k == 0
     whole, numbers = np.unique(rows // k, return_inverse=True)
     wanted = numbers * k + rows % k
-    for batch in self._source._generate(batch_size // k, whole, epoch, position, repeat):
-      arrays = {name: x[wanted] for name, x in self._sliced(batch.arrays).items()}
-      yield Batch(arrays, batch.state)
+    for batches in self._source._generate(batch_size // k, whole, epoch, position, repeat):
+      yield [
+        Batch({name: x[wanted] for name, x in self._sliced(batch.arrays).items()}, batch.state)
+        for batch in batches
+      ]
 
   def _sliced(self, arrays: Arrays) -> Arrays:
     k, T = self._slices, self.seq_len

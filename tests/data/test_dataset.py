@@ -100,6 +100,23 @@ def test_hosts_together_load_what_one_would(num_hosts, repeat):
       np.testing.assert_array_equal(together, array)
 
 
+@pytest.mark.parametrize(
+  ("seq_len", "sizes"), [(2, [12, 12, 3]), (2**14, [6, 6, 6]), (2**15, [3, 3, 3])]
+)
+def test_small_batches_are_made_together(seq_len, sizes):
+  made = []
+
+  class Counted(Numbered):
+    def rows(self, epoch, numbers):
+      made.append(len(numbers))
+      return super().rows(epoch, numbers)
+
+  dataset = Counted(num_rows=27)
+  dataset.seq_len = seq_len
+  assert rows_of(take(dataset, 9, 3)) == [(0, row) for row in range(27)]
+  assert made[:3] == sizes
+
+
 def test_another_batch_size_and_number_of_hosts_go_on_at_the_same_row():
   before = take(Numbered(), 5, 4)
   hosts = [
@@ -188,7 +205,7 @@ def test_no_more_is_prepared_than_asked_for():
       prepared += 1
       if prepared == 5:
         full.set()
-      yield Batch({}, {})
+      yield [Batch({}, {})]
 
   with Batches(source(), prefetch=3) as batches:
     next(batches)

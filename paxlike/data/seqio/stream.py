@@ -75,7 +75,7 @@ class SeqIOStream(Dataset):
 
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
-  ) -> Iterator[Batch]:
+  ) -> Iterator[list[Batch]]:
     fingerprint = self.fingerprint()
     pending: list[Arrays] = []
     state: dict[str, Any] = {}
@@ -83,12 +83,12 @@ class SeqIOStream(Dataset):
       pending.append(row)
       state = {"epoch": at, "position": number + 1, "fingerprint": fingerprint}
       if len(pending) == batch_size:
-        yield Batch(_stack([pending[i] for i in rows]), state)
+        yield [Batch(_stack([pending[i] for i in rows]), state)]
         pending = []
     if pending:
       empty = {name: np.zeros_like(value) for name, value in pending[0].items()}
       pending += [empty] * (batch_size - len(pending))
-      yield Batch(_stack([pending[i] for i in rows]), state)
+      yield [Batch(_stack([pending[i] for i in rows]), state)]
 
   def _converted_rows(
     self, epoch: int, position: int, repeat: bool
