@@ -52,7 +52,7 @@ def run():
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(status)
-  # Else the interpreter scans all objects once more as it exits.
+  # Without this, the interpreter scans all objects once more as it exits.
   gc.freeze()
   sys.exit(status)
 
@@ -113,8 +113,9 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
   stage.attempt = functools.partial(run_mode.attempt, make=root_graph.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show_page
 
+  # Runs resume it after their checks; a process that compiles soon ends.
   if options.mode not in ("train", "eval", "decode", "compile"):
-    startup.collect_garbage()
+    startup.resume_garbage_collection()
   if options.list:
     print(show_page.experiments())
     return 0

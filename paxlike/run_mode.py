@@ -46,6 +46,7 @@ def build_trainer(graph: Any) -> Any:
 
 def attempt(options: flags.Options, *, make: Make):
   """Builds and checks the run that options describe, without starting it."""
+  startup.resume_garbage_collection()
   experiment = make(options)
   trainer = build_trainer(root_graph.of(options, experiment))
   if options.mode not in ("decode", "show"):
@@ -143,7 +144,7 @@ def _run(
   assert options.job_log_dir is not None
   trainer, prompts, how = _check(options, graph, trainer)
   stage.is_over = True
-  startup.collect_garbage()
+  startup.resume_garbage_collection()
   if options.pgle_profile is not None:
     from paxlike.profiling import guided
 

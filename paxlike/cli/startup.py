@@ -14,19 +14,25 @@ from paxlike.devices import jax_setup, program_cache, tpu_targets
 from paxlike.errors import UserError
 from paxlike.processes import cluster
 
+_is_postponed = False
+
 
 def postpone_garbage_collection():
-  """Lets Python scan for no garbage until `collect_garbage`.
+  """Disables the garbage collector until it is resumed, and lets it run rarely afterwards.
 
   Importing and tracing leave millions of objects alive, which it would scan again and again.
   """
+  global _is_postponed
+  _is_postponed = True
   gc.disable()
   gc.set_threshold(50_000, 10, 10)
 
 
-def collect_garbage():
-  """Ends `postpone_garbage_collection`: scans leave out what is alive by then."""
-  if not gc.isenabled():
+def resume_garbage_collection():
+  """Enables the garbage collector if it was postponed; it never scans what was made until now."""
+  global _is_postponed
+  if _is_postponed:
+    _is_postponed = False
     gc.freeze()
     gc.enable()
 
@@ -45,14 +51,10 @@ def set_up_jax(options: flags.Options):
   if options.tfds_data_dir:
     os.environ["TFDS_DATA_DIR"] = options.tfds_data_dir
   target, topologies = options.topology, options.topologies
-  if topologies:
-    needs_gpu_plugin = not all(map(tpu_targets.names_tpus, topologies))
-  else:
-    needs_gpu_plugin = options.num_cpu_devices is None and os.environ.get("JAX_PLATFORMS") != "cpu"
   jax_setup.set_up(
     platform=None if target is None else "cpu",
     num_cpu_devices=options.num_cpu_devices,
-    gpu_plugin=needs_gpu_plugin,
+    gpu_plugin=not topologies or not all(map(tpu_targets.names_tpus, topologies)),
     keep_heap=target is None,
     cache_folder=token_index.cache_folder() / "xla",
   )

@@ -16,7 +16,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.data.source import Source
-from paxlike.errors import UserError
+from paxlike.errors import RunError, UserError
 
 Arrays = dict[str, np.ndarray]
 # `num_rows` of an epoch that never ends.
@@ -190,7 +190,7 @@ class RowDataset(Dataset):
         begins = position + batch_size * np.arange(count)
         try:
           arrays = self.rows(epoch, (begins[:, None] + rows).reshape(-1))
-        except Exception:  # It is raised again by the batch that is wrong.
+        except (UserError, RunError, OSError):  # Raised again by the batch that is wrong.
           most = 1
           continue
         shape = (count, len(rows))

@@ -205,6 +205,7 @@ def test_no_array_of_a_run_waits_for_the_garbage_collector(tiny, tmp_path, text)
     for steps in (4, 8):
       given = {"DATA_PATH": str(text), "MAX_STEPS": steps, "LR_COS_DECAY_END": 8}
       paxlike.train(tiny, tmp_path / "run", callbacks=[live], **given)
+      assert not gc.isenabled()
       assert live_arrays() <= before
   finally:
     gc.enable()

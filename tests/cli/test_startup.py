@@ -12,7 +12,6 @@ from helpers.sources import REPOSITORY
 
 HEAVY = ("tensorflow", "tensorflow_datasets", "seqio", "torch", "transformers", "datasets")
 HEAVY += ("tokenizers", "sentencepiece", "matplotlib", "grain", "tensorboard", "lm_eval", "peft")
-HEAVY += ("GPU plugin",)
 CODE = """
 import gc, json, sys
 from paxlike.main import run
@@ -20,11 +19,8 @@ try:
   run()
 except SystemExit as ended:
   status = ended.code
-names = {name.partition(".")[0] for name in sys.modules}
-plugins = (sys.modules.get("jax_plugins.xla_cuda" + version) for version in ("12", "13"))
-if any(getattr(plugin, "__file__", None) for plugin in plugins):
-  names.add("GPU plugin")
-print(json.dumps([status, gc.isenabled(), sorted(names)]))
+names = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps([status, gc.isenabled(), names]))
 """
 
 

@@ -198,7 +198,7 @@ def _shard_backward(
     return dq, dk, dv, None
   weights = jnp.exp(given.sinks_N.reshape(K, -1, 1) - lse)
   dsinks_N = -(weights * inputs.delta).sum((0, 1, 4)).reshape(-1)
-  return dq, dk, dv, jax.lax.psum(dsinks_N, tuple(axes))
+  return dq, dk, dv, jax.lax.psum(dsinks_N, tuple(sorted(axes)))
 
 
 def _shard(plan: _Plan, given: _Inputs) -> Shard:

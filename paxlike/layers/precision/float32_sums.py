@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bias addition and table lookup whose weight gradients are summed in float32.
 
-JAX sums them in the compute dtype; in bfloat16, addends below 1/512 of a sum are lost.
+JAX sums them in the compute dtype; in bfloat16, addends below 1/512 of a sum are lost. Between TPUs
+that gather a table, XLA sums its gradient in the table's dtype, as it does those of other weights.
 """
 
 import functools
@@ -40,7 +41,7 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
 
   `dims` are the dim names of the table.
   """
-  if mesh.in_stage() or _gathers_table(table, ids, dims):
+  if _is_local(table, ids, dims):
     return _on_devices(_local_lookup, table, ids, dims, gives_table=False)
   if cpu_dots.on_cpu():
     table, ids = cpu_dots.tied(table, ids)
@@ -49,7 +50,7 @@ def lookup(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> Any:
 
 def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Array, None]:
   table, ids = saved
-  if mesh.in_stage() or _gathers_table(table, ids, dims):
+  if _is_local(table, ids, dims):
     total = _on_devices(_local_sum, table, ids, dims, dy, gives_table=True)
   else:
     dy = _sharded_as_table(dy, table, ids, dims)
@@ -60,13 +61,15 @@ def _lookup_backward(dims: mesh.Dims, saved: Any, dy: jax.Array) -> tuple[jax.Ar
 lookup.defvjp(lambda table, ids, dims: (lookup(table, ids, dims), (table, ids)), _lookup_backward)
 
 
-def _gathers_table(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> bool:
-  """Returns whether devices gather the columns of the table, and look up their own tokens only.
+def _is_local(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> bool:
+  """Returns whether each device all-gathers the table's columns and looks up its own tokens only.
 
-  Otherwise each looks up its columns of all tokens of the devices that share the table, and they
-  exchange them. TPUs look up one row after another, and pad narrow ones: in a pod, those of all
-  tokens may take more memory than the table.
+  Otherwise XLA lets it look up its columns for the tokens of all devices that share the table, and
+  exchanges the rows. TPUs pad rows to 128 numbers, so that in a pod these rows may take more memory
+  than the table. In a pipeline stage, XLA cannot partition indexing at all.
   """
+  if mesh.in_stage():
+    return True
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes or ids.ndim != 2 or topology.devices()[0].platform != "tpu":
     return False
@@ -77,7 +80,7 @@ def _gathers_table(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> bool:
     return math.prod(sizes[axis] for axis in axes)
 
   num_ids = ids.size // shards(of_ids.difference(of_model))
-  columns = max(table.shape[1] // shards(of_model), _LANES)
+  columns = -(-table.shape[1] // (shards(of_model) * _LANES)) * _LANES
   return bool(of_model) and num_ids * columns >= table.size // shards(of_vocab)
 
 
@@ -98,18 +101,15 @@ def _sharded_as_table(dy: jax.Array, table: jax.Array, ids: jax.Array, dims: mes
 def _on_devices(
   function: Any, table: jax.Array, ids: jax.Array, dims: mesh.Dims, *others: Any, gives_table: bool
 ) -> jax.Array:
-  """Calls `function` on each device's shards.
-
-  XLA cannot partition gathers in a pipeline stage, and elsewhere never gathers the table.
-  """
+  """Calls `function` on each device's shards; see `_is_local`."""
   sizes = mesh.sizes_here(mesh.AXES)
   if not sizes:
     return function(table, ids, *others, (), (), ())
   of_table = mesh.partition(dims, table.shape, sizes)
   of_ids = mesh.partition(("batch", "time")[: ids.ndim], ids.shape, sizes)
   of_output = PartitionSpec(*of_ids, None)
-  axes = (mesh.axes_of(PartitionSpec(entry)) for entry in of_table)
-  sharding_axes = (*map(tuple, axes), tuple(mesh.axes_of(of_ids)))
+  # Sorted: each process has its own order of a set, and all are to have the same program.
+  sharding_axes = (*mesh.axes_by_dim(of_table), tuple(sorted(mesh.axes_of(of_ids))))
   on_all = mesh.on_each_device(
     lambda *arrays: function(*arrays, *sharding_axes),
     (of_table, of_ids, *(of_output for _ in others)),
@@ -125,11 +125,13 @@ def _local_ids(ids: jax.Array, num_ids: int, axes: tuple[str, ...]) -> jax.Array
 
 def _local_lookup(table: Any, ids: Any, of_vocab: Any, of_model: Any, of_ids: Any) -> jax.Array:
   del of_ids
-  own = _local_ids(ids, len(table), of_vocab)
   table = jax.lax.all_gather(table, of_model, axis=1, tiled=True) if of_model else table
+  if not of_vocab:
+    return table[ids]
+  own = _local_ids(ids, len(table), of_vocab)
   is_here = (own >= 0) & (own < len(table))
   x = jnp.where(is_here[..., None], table[jnp.where(is_here, own, 0)], jnp.zeros((), table.dtype))
-  return jax.lax.psum(x, of_vocab) if of_vocab else x
+  return jax.lax.psum(x, of_vocab)
 
 
 def _local_sum(
@@ -139,11 +141,11 @@ def _local_sum(
   own = jnp.where(own < 0, len(table), own)  # Negative indexes would count from the end.
   zeros = jnp.zeros((len(table), dy.shape[-1]), jnp.float32)
   total = zeros.at[own].add(dy.astype(jnp.float32), mode="drop")
-  if rest := tuple(axis for axis in of_ids if axis not in of_model):
-    total = jax.lax.psum(total, rest)
-  if not of_model:
-    return total
-  if set(of_model) <= set(of_ids):
-    return jax.lax.psum_scatter(total, of_model, scatter_dimension=1, tiled=True)
-  size = table.shape[1]
-  return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(of_model) * size, size, 1)
+  if of_model and set(of_model) <= set(of_ids):
+    total = jax.lax.psum_scatter(total, of_model, scatter_dimension=1, tiled=True)
+  elif of_model:
+    size = table.shape[1]
+    total = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(of_model) * size, size, 1)
+  # After the columns that others hold are gone: slices of TPUs send this over their slow network.
+  rest = tuple(axis for axis in of_ids if axis not in of_model)
+  return jax.lax.psum(total, rest) if rest else total

@@ -59,12 +59,13 @@ def value_and_gradient(table, ids, dy):
   return value, backward(dy)[0]
 
 
-# Of 4,096 rows of 256 columns, a device of four has 64 columns, which it pads to 128.
-@pytest.mark.parametrize(("num_tokens", "gathers"), [(8191, False), (8192, True)])
-def test_tpus_exchange_rows_in_their_own_dtype_or_gather_the_smaller_table(num_tokens, gathers):
+# Each of four devices has 64 of the table's 256 columns, padded to 128. Those of 4 x 2,048 tokens
+# are as large as the table.
+@pytest.mark.parametrize(("length", "gathers"), [(2047, False), (2048, True)])
+def test_tpus_gather_a_table_that_is_smaller_than_the_rows(length, gathers):
   with topology.target("v5e-4"):
     devices = MeshSpec(ici={"fsdp": 4}).build()
-    shape = (4, num_tokens // 4)
+    shape = (4, length)
     ids = jax.ShapeDtypeStruct(shape, "int32", sharding=sharding(devices, ("batch", None), shape))
     table = sharded(devices, TABLE_DIMS, (4096, 256))
     dy = sharded(devices, ("batch", "time", None), (*shape, 256))
@@ -72,25 +73,41 @@ def test_tpus_exchange_rows_in_their_own_dtype_or_gather_the_smaller_table(num_t
       text = jax.jit(value_and_gradient).lower(table, ids, dy).compile().as_text() or ""
   lines = [one for lines in hlo_text.computations(text).values() for one in lines]
   exchanges = [one for one in lines if one.operation.startswith("all-to-all")]
+  # Rows are exchanged in their own dtype.
   assert {one.outputs[0].dtype for one in exchanges} == (set() if gathers else {"bf16"})
-  # Those of ids are int32.
+  # All-gathers of ids are int32.
   sent = [array for one in lines if one.operation.startswith("all-gather") for array in one.outputs]
   assert any(array.dtype == "bf16" and 256 in array.dims for array in sent) == gathers
 
 
-@pytest.mark.parametrize("vocab_size", [64, 63])
-def test_a_gathered_table_gives_the_same_rows_and_gradient(monkeypatch, vocab_size):
+@pytest.mark.parametrize(
+  ("vocab_size", "batch_size", "ici"),
+  [
+    (64, 8, {"data": 2, "fsdp": 2, "tensor": 2}),
+    (63, 8, {"data": 2, "fsdp": 2, "tensor": 2}),  # `tensor` does not divide it.
+    (64, 3, {"data": 2, "fsdp": 2, "tensor": 2}),  # Nor do `data` and `fsdp`.
+    (64, 8, {"fsdp": 2, "expert": 2, "context": 2}),
+  ],
+)
+def test_a_gathered_table_gives_the_same_rows_and_gradient(
+  monkeypatch, vocab_size, batch_size, ici
+):
   rng = np.random.default_rng(0)
   table = jnp.asarray(rng.normal(size=(vocab_size, 16)), jnp.float32)
-  ids = jnp.asarray(rng.integers(vocab_size, size=(8, 32)), jnp.int32)
-  dy = jnp.asarray(rng.normal(size=(8, 32, 16)), jnp.float32)
+  ids = jnp.asarray(rng.integers(vocab_size, size=(batch_size, 32)), jnp.int32)
+  dy = jnp.asarray(rng.normal(size=(batch_size, 32, 16)), jnp.float32)
   expected = value_and_gradient(table, ids, dy)
-  devices = MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}).build()
+  devices = MeshSpec(ici=ici).build()
   monkeypatch.setattr(topology, "devices", lambda: [types.SimpleNamespace(platform="tpu")])
   with jax.set_mesh(devices):
     lowered = jax.jit(value_and_gradient).lower(table, ids, dy)
-    found = lowered.compile()(table, ids, dy)
+    compiled = lowered.compile()
+  found = compiled(table, ids, dy)
   assert "all_gather" in lowered.as_text()
+  computations = hlo_text.computations(compiled.as_text() or "").values()
+  sums = [one for lines in computations for one in lines if one.operation.startswith("all-reduce")]
+  # Devices that do not share the table sum the columns that they keep, not all of them.
+  assert not [one for one in sums for array in one.outputs if array.dims[1:] == (16,)]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
