@@ -113,7 +113,7 @@ def _dispatch(options: flags.Options, stage: error_diagnosis.Stage) -> int:
   stage.attempt = functools.partial(run_mode.attempt, make=root_graph.experiment_if_named)
   from paxlike.cli import epochs, knob_page, show_page
 
-  # Runs resume it after their checks; a process that compiles soon ends.
+  # Runs resume it after their checks; --mode=compile never does: its process ends after compiling.
   if options.mode not in ("train", "eval", "decode", "compile"):
     startup.resume_garbage_collection()
   if options.list:

@@ -14,7 +14,7 @@ from paxlike.devices import jax_setup, program_cache, tpu_targets
 from paxlike.errors import UserError
 from paxlike.processes import cluster
 
-_is_postponed = False
+_collection_is_postponed = False
 
 
 def postpone_garbage_collection():
@@ -22,17 +22,20 @@ def postpone_garbage_collection():
 
   Importing and tracing leave millions of objects alive, which it would scan again and again.
   """
-  global _is_postponed
-  _is_postponed = True
+  global _collection_is_postponed
+  _collection_is_postponed = True
   gc.disable()
   gc.set_threshold(50_000, 10, 10)
 
 
 def resume_garbage_collection():
-  """Enables the garbage collector if it was postponed; it never scans what was made until now."""
-  global _is_postponed
-  if _is_postponed:
-    _is_postponed = False
+  """Enables the garbage collector if it was postponed.
+
+  It never scans objects that exist now, so that cycles among them are never freed.
+  """
+  global _collection_is_postponed
+  if _collection_is_postponed:
+    _collection_is_postponed = False
     gc.freeze()
     gc.enable()
 

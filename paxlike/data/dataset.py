@@ -9,6 +9,7 @@ import abc
 import collections
 import queue
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -24,9 +25,10 @@ ENDLESS = 2**62
 # An upper bound of the batch size: a larger position per update means a damaged checkpoint.
 _MAX_BATCH_SIZE = 2**22
 _JOIN_SECONDS = 10
-# Small batches are made and handed over together: at most so many, of so many tokens in all. Alone,
-# each would take twice as long: to call NumPy's functions, and to wake the other thread.
-_TOGETHER, _TOKENS_TOGETHER = 4, 2**17
+# Up to so many batches, of so many bytes in all, are made by one call and handed over together, if
+# one takes less time than QUICK_SECONDS: for each on its own, to call NumPy's functions and to wake
+# the consumer would take half of the time.
+_TOGETHER, _BYTES_TOGETHER, QUICK_SECONDS = 4, 2**22, 0.01
 
 
 class Batch(NamedTuple):
@@ -95,7 +97,8 @@ class Dataset(Source, abc.ABC):
         error.
       repeat: Whether to repeat epochs for ever. Else the iterator ends with this epoch, and the
         last batch is padded with sequences of weight 0.
-      prefetch: Batches that a thread prepares ahead; of small ones, up to four times as many.
+      prefetch: Batches, or groups of up to four small ones, that wait in a queue; a thread prepares
+        the next one meanwhile.
 
     Raises:
       UserError: `state` is of other data or damaged, or the data is empty.
@@ -151,7 +154,7 @@ class Dataset(Source, abc.ABC):
   ) -> Iterator[list[Batch]]:
     """Yields the batches of `batches`, starting at sequence `position` of `epoch`.
 
-    Those of a list are made together.
+    Each list holds one or more consecutive batches.
     """
 
 
@@ -182,46 +185,57 @@ class RowDataset(Dataset):
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
   ) -> Iterator[list[Batch]]:
     fingerprint = self.fingerprint()
-    most = min(_TOGETHER, _TOKENS_TOGETHER // max(len(rows) * self.seq_len, 1))
+    most = 1
+
+    def make(count: int) -> list[Batch]:
+      nonlocal epoch, position, most
+      began = time.perf_counter()
+      if count == 1:
+        arrays = self._across_epochs(epoch, position + rows, repeat)
+      else:
+        begins = position + batch_size * np.arange(count)
+        arrays = self.rows(epoch, (begins[:, None] + rows).reshape(-1))
+      is_quick = time.perf_counter() - began < QUICK_SECONDS * count
+      size = sum(x.nbytes for x in arrays.values()) // count
+      most = min(_TOGETHER, _BYTES_TOGETHER // max(size, 1)) if is_quick else 1
+      batches = []
+      for n in range(count):
+        position += batch_size
+        while repeat and position >= self.num_rows(epoch):
+          position -= self.num_rows(epoch)
+          epoch += 1
+        part = {name: x[n * len(rows) : (n + 1) * len(rows)] for name, x in arrays.items()}
+        state = {"epoch": epoch, "position": position, "fingerprint": fingerprint}
+        batches.append(Batch(part, state))
+      return batches
+
     while repeat or position < self.num_rows(epoch):
       # Batches that end before the epoch does.
-      count = min(most, (self.num_rows(epoch) - position - 1) // batch_size)
-      if count > 1:
-        begins = position + batch_size * np.arange(count)
-        try:
-          arrays = self.rows(epoch, (begins[:, None] + rows).reshape(-1))
-        except (UserError, RunError, OSError):  # Raised again by the batch that is wrong.
-          most = 1
-          continue
-        shape = (count, len(rows))
-        arrays = {name: x.reshape(*shape, *x.shape[1:]) for name, x in arrays.items()}
-        position = int(begins[-1]) + batch_size
-        yield [
-          Batch(
-            {name: array[i] for name, array in arrays.items()},
-            {"epoch": epoch, "position": begin + batch_size, "fingerprint": fingerprint},
-          )
-          for i, begin in enumerate(begins.tolist())
-        ]
-        continue
-      numbers = position + rows
-      parts, part_epoch = [], epoch
-      while len(numbers):
-        size = self.num_rows(part_epoch)
-        here = numbers[numbers < size]
-        if len(here):
-          parts.append(self.rows(part_epoch, here))
-        numbers = numbers[numbers >= size] - size
-        if not repeat:
-          parts += [_without_weight(self.rows(epoch, np.zeros(len(numbers), np.int64)))]
-          break
-        part_epoch += 1
-      position += batch_size
-      while repeat and position >= self.num_rows(epoch):
-        position -= self.num_rows(epoch)
-        epoch += 1
-      state = {"epoch": epoch, "position": position, "fingerprint": fingerprint}
-      yield [Batch(_concatenated(parts), state)]
+      inside = (self.num_rows(epoch) - position - 1) // batch_size
+      try:
+        yield make(max(min(most, inside), 1))
+      except (UserError, RunError, OSError):
+        if most <= 1:
+          raise
+        most = 1  # Batch by batch, so that only the faulty one raises.
+
+  def _across_epochs(self, epoch: int, numbers: np.ndarray, repeat: bool) -> Arrays:
+    """Returns sequences of a batch whose `numbers` go on into the next epochs.
+
+    Unless `repeat`, those are padding: sequences of weight 0.
+    """
+    parts = []
+    while len(numbers):
+      size = self.num_rows(epoch)
+      here = numbers[numbers < size]
+      if len(here):
+        parts.append(self.rows(epoch, here))
+      numbers = numbers[numbers >= size] - size
+      if not repeat:
+        parts += [_without_weight(self.rows(epoch, np.zeros(len(numbers), np.int64)))]
+        break
+      epoch += 1
+    return _concatenated(parts)
 
 
 def _concatenated(parts: list[Arrays]) -> Arrays:
@@ -238,7 +252,7 @@ class Batches(Iterator[Batch]):
   """Batches prefetched by a thread; `close` stops it."""
 
   def __init__(self, source: Iterator[list[Batch]], *, prefetch: int):
-    """Starts the thread, which prepares `prefetch` of the source's lists ahead."""
+    """Starts the thread, which keeps up to `prefetch` of the source's lists in a queue."""
     self._queue: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(prefetch, 1))
     self._ready: collections.deque[Batch] = collections.deque()
     self._closed = threading.Event()

@@ -83,14 +83,16 @@ def test_resuming_after_any_batch_changes_nothing(batch_size):
     assert_equal(take(Numbered(), 12 - done, batch_size, state=state), whole[done:])
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("num_hosts", [2, 3, 4])
 @pytest.mark.parametrize("repeat", [True, False])
-def test_hosts_together_load_what_one_would(num_hosts, repeat):
-  count = 9 if repeat else 2
-  alone = take(Numbered(num_rows=13), count, 8, repeat=repeat)
-  parts = np.random.default_rng(0).permutation(8).reshape(num_hosts, -1)
+@pytest.mark.parametrize("num_rows", [13, 45])
+def test_hosts_together_load_what_one_would(num_hosts, repeat, num_rows):
+  data = Numbered(num_rows=num_rows)
+  count = 9 if repeat else -(-num_rows // 8)
+  alone = take(data, count, 8, repeat=repeat)
+  parts = np.array_split(np.random.default_rng(0).permutation(8), num_hosts)
   hosts = [np.sort(part) for part in parts]
-  loaded = [take(Numbered(num_rows=13), count, 8, rows=rows, repeat=repeat) for rows in hosts]
+  loaded = [take(data, count, 8, rows=rows, repeat=repeat) for rows in hosts]
   for step, batch in enumerate(alone):
     for name, array in batch.arrays.items():
       together = np.empty_like(array)
@@ -101,20 +103,32 @@ def test_hosts_together_load_what_one_would(num_hosts, repeat):
 
 
 @pytest.mark.parametrize(
-  ("seq_len", "sizes"), [(2, [12, 12, 3]), (2**14, [6, 6, 6]), (2**15, [3, 3, 3])]
+  ("quick_seconds", "width", "sizes"),
+  [(60, 2, [3, 12, 9]), (60, 2**17, [3, 6, 6]), (60, 2**20, [3, 3, 3]), (0, 2, [3, 3, 3])],
 )
-def test_small_batches_are_made_together(seq_len, sizes):
+def test_small_batches_that_are_made_quickly_are_made_together(
+  monkeypatch, quick_seconds, width, sizes
+):
+  monkeypatch.setattr("paxlike.data.dataset.QUICK_SECONDS", quick_seconds)
   made = []
 
   class Counted(Numbered):
     def rows(self, epoch, numbers):
       made.append(len(numbers))
+      return super().rows(epoch, numbers) | {"wide": np.zeros((len(numbers), width), np.int32)}
+
+  assert rows_of(take(Counted(num_rows=27), 9, 3)) == [(0, row) for row in range(27)]
+  assert made[:3] == sizes
+
+
+def test_a_passing_error_of_several_batches_is_none():
+  class Passing(Numbered):
+    def rows(self, epoch, numbers):
+      if len(numbers) > 6:
+        raise OSError("not now")
       return super().rows(epoch, numbers)
 
-  dataset = Counted(num_rows=27)
-  dataset.seq_len = seq_len
-  assert rows_of(take(dataset, 9, 3)) == [(0, row) for row in range(27)]
-  assert made[:3] == sizes
+  assert rows_of(take(Passing(num_rows=27), 9, 3)) == [(0, row) for row in range(27)]
 
 
 def test_another_batch_size_and_number_of_hosts_go_on_at_the_same_row():
