@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which a backward pass computes gradients."""
+"""The order in which a backward pass computes and adds gradients."""
 
 from typing import Any
 
 import jax
+
+
+@jax.custom_vjp
+def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (x, x); in the backward pass, the cotangent of the first is the first addend.
+
+  XLA for GPUs lets cuBLAS add an array to a product as it writes it, if the product is the first
+  addend and nothing has been added to it so. Give the first x to one linear map alone: its product
+  is then added to the sum of all other cotangents.
+  """
+  return x, x
+
+
+fork.defvjp(lambda x: (fork(x), None), lambda _, cotangents: (cotangents[0] + cotangents[1],))
 
 
 @jax.custom_vjp

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from paxlike.devices import mesh
+from paxlike.devices import mesh, topology
 from paxlike.layers.precision import cpu_dots
 
 
@@ -39,13 +39,16 @@ def _entropy(z_loss, smoothing, logits, targets):
 
 
 def _entropy_forward(z_loss, smoothing, logits, targets):
-  if mesh.is_sharded("vocab"):
+  is_sharded = mesh.is_sharded("vocab")
+  if is_sharded:
     # No device has all logits of a token, so a gather would all-gather them.
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     chosen = jnp.where(is_target, logits, jnp.zeros((), logits.dtype)).sum(-1)
   else:
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  normalizer = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+  on_gpu = topology.devices()[0].platform in ("gpu", "cuda")
+  log_sum_exp = one_pass_log_sum_exp if on_gpu and not is_sharded else jax.nn.logsumexp
+  normalizer = log_sum_exp(logits.astype(jnp.float32), axis=-1)
   expected = chosen.astype(jnp.float32)
   if smoothing:
     expected = (1 - smoothing) * expected + smoothing * logits.astype(jnp.float32).mean(-1)
@@ -53,6 +56,28 @@ def _entropy_forward(z_loss, smoothing, logits, targets):
   if z_loss:
     loss += z_loss * jnp.square(normalizer)
   return loss, (logits, targets, normalizer)
+
+
+def one_pass_log_sum_exp(logits: jax.Array, *, axis: int) -> jax.Array:
+  """Returns log(sum(exp(logits))) over an axis, for float32 logits that are read once.
+
+  The maximum of what was read so far is kept with the sum relative to it (Milakov and Gimelshein,
+  2018, arXiv:1805.02867); `jax.nn.logsumexp` reads all logits for their maximum first. A logit of
+  -inf counts as the least finite float32. It has no derivative.
+  """
+  least = jnp.finfo(jnp.float32).min
+  # The difference of -inf and itself would be NaN.
+  pairs = (jnp.maximum(logits, least), jnp.ones_like(logits))
+  nothing = (jnp.float32(least), jnp.float32(0))
+  maximum, total = jax.lax.reduce(pairs, nothing, _joined, (axis % logits.ndim,))
+  return maximum + jnp.log(total)
+
+
+def _joined(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
+  """Returns the maximum, and the sum relative to it, of two sets of logits."""
+  factor = jnp.exp(-jnp.abs(a[0] - b[0]))
+  total = jnp.where(a[0] >= b[0], a[1] + b[1] * factor, a[1] * factor + b[1])
+  return jnp.maximum(a[0], b[0]), total
 
 
 def _entropy_backward(z_loss, smoothing, saved, cotangent):

@@ -40,7 +40,10 @@ class LayerNorm(module.Module):
     x = x.astype(jnp.float32)
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
-    y = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
+    # Else XLA for GPUs computes the mean again in the backward pass, in a kernel that cannot sum
+    # over tokens, and writes what is to be summed for the gradient of the scale in float32.
+    mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(variance + self.epsilon)))
+    y = (x - mean) * inverse
     return (y * (self.offset + self.scale[...]) + self.bias[...]).astype(self.dtype)
 
 

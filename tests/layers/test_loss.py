@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,19 @@ def test_cross_entropy_and_its_gradient_equal_the_definition(dtype, z_loss, smoo
     expected.astype(jnp.float32),
     atol=2e-6 if dtype == jnp.float32 else 8e-3,
   )
+
+
+@pytest.mark.parametrize(
+  "special", [(), (-jnp.inf,), (jnp.nan,), (3e38, -3e38), (-jnp.inf,) * 700], ids=str
+)
+def test_a_sum_of_exponentials_in_one_pass_is_that_in_two(special):
+  logits = 30 * jax.random.normal(jax.random.key(0), (3, 2, 700))
+  logits = logits.at[1, 0, : len(special)].set(jnp.array(special))
+  one_pass = jax.vmap(functools.partial(loss.one_pass_log_sum_exp, axis=-1))
+  expected = jax.nn.logsumexp(logits, axis=-1)
+  if special.count(-jnp.inf) == 700:  # It is -inf, or as near to it as a number comes.
+    expected = jnp.maximum(expected, jnp.finfo(jnp.float32).min)
+  np.testing.assert_allclose(one_pass(logits), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
-from paxlike.layers import module
+from paxlike.layers import gradient_order, module
 from paxlike.layers.attention import kernels, max_logit, qk_clip
 from paxlike.layers.attention.cache import KeysValues, KvCache, positions_in
 from paxlike.layers.attention.kernels import Requirements
@@ -115,7 +115,8 @@ class Attention(module.Module):
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
-    q_BTNH = self._prepared(self.query(x_BTD, context), context)
+    for_query_BTD, x_BTD = gradient_order.fork(x_BTD)
+    q_BTNH = self._prepared(self.query(for_query_BTD, context), context)
     keys_values = self._keys_values(x_BTD, context, cache)
     k_BTKH, v_BTKH, seen = keys_values
     if self.key is not None:

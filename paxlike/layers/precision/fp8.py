@@ -39,6 +39,18 @@ class Fp8:
     return multiply(form, x, w, w8, None)
 
 
+@jax.custom_vjp
+def finished(y: jax.Array) -> jax.Array:
+  """Returns y, a product in FP8 with its bias, kept from being computed together with what follows.
+
+  XLA would have cuBLAS compute a GELU as it writes y; in FP8, it cannot write GELU's input too.
+  """
+  return jax.lax.optimization_barrier(y)
+
+
+finished.defvjp(lambda y: (finished(y), None), lambda _, dy: (dy,))
+
+
 class AmaxHistory(NamedTuple):
   """The amax of recent steps, newest first, float32; the "gradient" holds this step's amax."""
 
@@ -67,8 +79,6 @@ def _forward(form, x, w, w8, history):
   x8 = quantized_per_tensor(x, _OPERAND, None if history is None else history.inputs)
   y = form.outputs(x8.values, w8.values, _wide(x))
   y = _scaled(y, x8.scale * form.broadcast_scale(w8.scale, y), x.dtype)
-  # In FP8, cuBLAS has no GELU epilogue that also writes GELU's input; this keeps XLA from using it.
-  y = jax.lax.optimization_barrier(y)
   amax_x = None if history is None else _amax(x)
   return y, (form, x8, w8, history, amax_x, jnp.zeros((), w.dtype))
 
