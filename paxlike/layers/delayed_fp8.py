@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.layers.module import Module
-from paxlike.layers.precision.fp8 import AmaxHistory, Fp8, multiply
+from paxlike.layers.precision.fp8 import AmaxHistory, Fp8, multiply, without_gelu
 from paxlike.layers.precision.matmul import MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
@@ -37,6 +37,9 @@ class DelayedFp8(Module):
     self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
   ) -> jax.Array:
     return multiply(form, x, w, w8, AmaxHistory(self.inputs[...], self.gradients[...]))
+
+  def finished(self, y: jax.Array) -> jax.Array:
+    return without_gelu(y)
 
 
 def _pushed(history: jax.Array, newest: jax.Array) -> jax.Array:

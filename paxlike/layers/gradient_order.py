@@ -10,9 +10,8 @@ import jax
 def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (x, x); in the backward pass, the cotangent of the first is the first addend.
 
-  XLA for GPUs lets cuBLAS add an array to a product as it writes it, if the product is the first
-  addend and nothing has been added to it so. Give the first x to one linear map alone: its product
-  is then added to the sum of all other cotangents.
+  As cuBLAS writes a product, it can add one array to it. XLA uses that only for the first addend of
+  a sum. So a linear map that reads the first x adds the sum of all other cotangents to its product.
   """
   return x, x
 

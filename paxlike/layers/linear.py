@@ -14,7 +14,7 @@ from paxlike.devices import mesh
 from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
-from paxlike.layers.precision import float32_sums, fp8
+from paxlike.layers.precision import float32_sums
 from paxlike.layers.precision.matmul import Dim, Dot, LinearForm, matmul
 from paxlike.layers.precision.weight_only import Int8Weight, Quantized, WeightQuantizer, dense
 from paxlike.layers.remat import named
@@ -92,9 +92,9 @@ class Linear(module.Module):
       y = self.multiply(x)
       if self.lora is not None:
         y = self.lora(x, y, base=self, context=context)
-      # Added before the dims are split: so cuBLAS adds it as it writes the product.
+      # cuBLAS adds a bias as it writes the product, if the output dims are not split before.
       y = y if self.b is None else float32_sums.add(y, self.b[...].reshape(-1))
-      y = fp8.finished(y) if self.dot is not None and self.dot.operands == "fp8" else y
+      y = y if self.dot is None else self.dot.finished(y)
       y = y.reshape(*leading, *self._outputs)
       return named(y if self.scale == 1 else y * jnp.asarray(self.scale, y.dtype), self.role)
 

@@ -46,9 +46,8 @@ def _entropy_forward(z_loss, smoothing, logits, targets):
     chosen = jnp.where(is_target, logits, jnp.zeros((), logits.dtype)).sum(-1)
   else:
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  on_gpu = topology.devices()[0].platform in ("gpu", "cuda")
-  log_sum_exp = one_pass_log_sum_exp if on_gpu and not is_sharded else jax.nn.logsumexp
-  normalizer = log_sum_exp(logits.astype(jnp.float32), axis=-1)
+  log_sum_exp = one_pass_log_sum_exp if _on_gpu() and not is_sharded else jax.nn.logsumexp
+  normalizer = log_sum_exp(logits.astype(jnp.float32), -1)
   expected = chosen.astype(jnp.float32)
   if smoothing:
     expected = (1 - smoothing) * expected + smoothing * logits.astype(jnp.float32).mean(-1)
@@ -58,12 +57,17 @@ def _entropy_forward(z_loss, smoothing, logits, targets):
   return loss, (logits, targets, normalizer)
 
 
-def one_pass_log_sum_exp(logits: jax.Array, *, axis: int) -> jax.Array:
-  """Returns log(sum(exp(logits))) over an axis, for float32 logits that are read once.
+def _on_gpu() -> bool:
+  return topology.devices()[0].platform in ("gpu", "cuda")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def one_pass_log_sum_exp(logits: jax.Array, axis: int) -> jax.Array:
+  """Returns log(sum(exp(logits))) over an axis, for float32 logits, which are read once.
 
   The maximum of what was read so far is kept with the sum relative to it (Milakov and Gimelshein,
   2018, arXiv:1805.02867); `jax.nn.logsumexp` reads all logits for their maximum first. A logit of
-  -inf counts as the least finite float32. It has no derivative.
+  -inf counts as the least finite float32; several of +inf give NaN.
   """
   least = jnp.finfo(jnp.float32).min
   # The difference of -inf and itself would be NaN.
@@ -71,6 +75,13 @@ def one_pass_log_sum_exp(logits: jax.Array, *, axis: int) -> jax.Array:
   nothing = (jnp.float32(least), jnp.float32(0))
   maximum, total = jax.lax.reduce(pairs, nothing, _joined, (axis % logits.ndim,))
   return maximum + jnp.log(total)
+
+
+@one_pass_log_sum_exp.defjvp
+def _(axis, primals, tangents):
+  (logits,), (tangent,) = primals, tangents
+  value = one_pass_log_sum_exp(logits, axis)
+  return value, (jnp.exp(logits - jnp.expand_dims(value, axis)) * tangent).sum(axis)
 
 
 def _joined(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:

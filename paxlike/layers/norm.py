@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +38,8 @@ class LayerNorm(module.Module):
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim], normalized, scaled and shifted, in `dtype`."""
-    x = x.astype(jnp.float32)
-    mean = x.mean(-1, keepdims=True)
-    variance = jnp.square(x - mean).mean(-1, keepdims=True)
-    # Else XLA for GPUs computes the mean again in the backward pass, in a kernel that cannot sum
-    # over tokens, and writes what is to be summed for the gradient of the scale in float32.
-    mean, inverse = jax.lax.optimization_barrier((mean, jax.lax.rsqrt(variance + self.epsilon)))
-    y = (x - mean) * inverse
-    return (y * (self.offset + self.scale[...]) + self.bias[...]).astype(self.dtype)
+    y: Any = _layer_norm(self.epsilon, x, self.offset + self.scale[...], self.bias[...])
+    return y.astype(self.dtype)
 
 
 @configurable
@@ -112,6 +107,38 @@ class UnscaledRmsNorm(module.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim] divided by its root mean square, in its dtype."""
     return _over_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+  """Returns x [..., D], normalized, times scale [D] plus bias [D], in float32."""
+  return _layer_norm_forward(epsilon, x, scale, bias)[0]
+
+
+def _layer_norm_forward(epsilon, x, scale, bias):
+  centered = x.astype(jnp.float32)
+  mean = centered.mean(-1, keepdims=True)
+  centered -= mean
+  inverse = jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
+  return centered * inverse * scale + bias, (x, scale, bias, mean, inverse)
+
+
+def _layer_norm_backward(epsilon, saved, dy):
+  del epsilon
+  x, scale, bias, mean, inverse = saved
+  # Else XLA for GPUs computes the mean again, in a kernel that cannot sum over tokens, so that the
+  # summands of the gradient of the scale are written, in float32, and read again.
+  mean, inverse = jax.lax.optimization_barrier((mean, inverse))
+  normalized = (x.astype(jnp.float32) - mean) * inverse
+  scaled = dy * scale
+  dx = scaled - scaled.mean(-1, keepdims=True)
+  dx = (dx - normalized * (scaled * normalized).mean(-1, keepdims=True)) * inverse
+  tokens = tuple(range(dy.ndim - 1))
+  d_scale, d_bias = (dy * normalized).sum(tokens), dy.sum(tokens)
+  return dx.astype(x.dtype), d_scale.astype(scale.dtype), d_bias.astype(bias.dtype)
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _over_rms(x: jax.Array, epsilon: float, dims: int | tuple[int, ...] = -1) -> jax.Array:

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of gradients."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 
+from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import gradient_order
+from paxlike.layers.attention.attention import Attention
+from paxlike.layers.call_context import Context
+from paxlike.layers.linear import Linear
 
 
 def layer(x, weights):
@@ -28,3 +36,43 @@ def test_the_cotangent_of_the_input_waits_for_the_gradients_of_the_weights():
   program = jax.make_jaxpr(lambda x, w: gradients(x, w, gradient_order.together))(x, weights["w"])
   (barrier,) = [e for e in program.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
   assert [var.aval.shape for var in barrier.outvars] == [(2, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("is_time_sharded", [False, True])
+def test_the_order_of_addends_keeps_no_more_activations(monkeypatch, is_time_sharded):
+  def linear(role):
+    return lambda inputs, outputs: Linear(inputs, outputs, role=role)
+
+  def kernel(q_BTNH, k_BSKH, v_BSKH, **_: Any):
+    return q_BTNH * k_BSKH * v_BSKH
+
+  layer = Attention(
+    32,
+    num_heads=4,
+    head_dim=8,
+    query=linear("query"),
+    key=linear("key"),
+    value=linear("value"),
+    output=linear("output"),
+    kernel=kernel,
+  )
+  graph, state = nnx.split(layer)
+  weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct((3, *w.shape), w.dtype), state)
+  x_BTD = jnp.ones((2, 16, 32))
+
+  def stored():
+    """The number of arrays that a scan keeps of all layers' activations."""
+
+    def one(x, state):
+      return x + nnx.merge(graph, state)(jnp.tanh(x), Context())[0], None
+
+    gradient = jax.grad(lambda x, weights: jax.lax.scan(one, x, weights)[0].sum(), (0, 1))
+    equations = jax.make_jaxpr(gradient)(x_BTD, weights).jaxpr.eqns
+    forward = next(one for one in equations if one.primitive.name == "scan")
+    return sum(output.aval.size == 3 * x_BTD.size for output in forward.outvars)
+
+  ici = {"context": 2} if is_time_sharded else {}
+  with jax.set_mesh(MeshSpec(ici=ici).build(jax.devices()[: 1 + is_time_sharded])):
+    number = stored()
+    monkeypatch.setattr(gradient_order, "fork", lambda x: (x, x))
+    assert number == stored() > 0

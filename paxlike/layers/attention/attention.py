@@ -115,7 +115,9 @@ class Attention(module.Module):
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
-    for_query_BTD, x_BTD = gradient_order.fork(x_BTD)
+    # Where time is sharded, all three maps keep this very array for the backward pass, once.
+    is_sharded = mesh.is_sharded("time")
+    for_query_BTD, x_BTD = (x_BTD, x_BTD) if is_sharded else gradient_order.fork(x_BTD)
     q_BTNH = self._prepared(self.query(for_query_BTD, context), context)
     keys_values = self._keys_values(x_BTD, context, cache)
     k_BTKH, v_BTKH, seen = keys_values

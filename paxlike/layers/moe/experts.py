@@ -14,7 +14,7 @@ from paxlike.layers import module
 from paxlike.layers.activations import Activation, activate
 from paxlike.layers.lora import ExpertLora
 from paxlike.layers.moe.grouped_matmul import GroupedForm
-from paxlike.layers.precision import cpu_dots, float32_sums, fp8
+from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import Dot, by_form
 from paxlike.layers.precision.weight_only import Quantized, WeightQuantizer
 
@@ -122,7 +122,7 @@ class ExpertLinear(module.Module):
 
       y_ECF = self.lora(x_ECD, y_ECF, multiply=multiply)
     y_ECF = y_ECF if self.b is None else float32_sums.add(y_ECF, self.b[...][:, None])
-    return fp8.finished(y_ECF) if self.dot is not None and self.dot.operands == "fp8" else y_ECF
+    return y_ECF if self.dot is None else self.dot.finished(y_ECF)
 
   def _multiply(self, form: GroupedForm | BatchedForm, x: jax.Array, w: Any) -> jax.Array:
     if isinstance(w, Quantized):  # The backward pass dequantizes again, as in `Linear`.

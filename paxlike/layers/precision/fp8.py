@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.matmul import Dot, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
 _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -21,7 +21,7 @@ _OPERAND, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 @configurable
 @dataclasses.dataclass(frozen=True)
-class Fp8:
+class Fp8(Dot):
   """A `Dot` with current scaling: scales come from the current amax of each operand."""
 
   @property
@@ -38,17 +38,20 @@ class Fp8:
   ) -> jax.Array:
     return multiply(form, x, w, w8, None)
 
+  def finished(self, y: jax.Array) -> jax.Array:
+    return without_gelu(y)
+
 
 @jax.custom_vjp
-def finished(y: jax.Array) -> jax.Array:
-  """Returns y, a product in FP8 with its bias, kept from being computed together with what follows.
+def without_gelu(y: jax.Array) -> jax.Array:
+  """Returns y, a product to which its bias was added, and keeps cuBLAS from computing its GELU.
 
-  XLA would have cuBLAS compute a GELU as it writes y; in FP8, it cannot write GELU's input too.
+  XLA would let cuBLAS write both; in FP8, cuBLAS cannot write GELU's input beside its output.
   """
   return jax.lax.optimization_barrier(y)
 
 
-finished.defvjp(lambda y: (finished(y), None), lambda _, dy: (dy,))
+without_gelu.defvjp(lambda y: (without_gelu(y), None), lambda _, dy: (dy,))
 
 
 class AmaxHistory(NamedTuple):

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.matmul import Dot, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand, stochastic_round
 
 
 @configurable
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(Dot):
   """A `Dot` in INT8."""
 
   @property

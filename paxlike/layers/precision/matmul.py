@@ -63,6 +63,10 @@ class Dot(Protocol):
     """
     ...
 
+  def finished(self, y: jax.Array) -> jax.Array:
+    """Returns y, a product to which its bias was added."""
+    return y
+
 
 class Dim(NamedTuple):
   """A named dim of a weight."""

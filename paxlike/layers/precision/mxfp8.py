@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh, topology
-from paxlike.layers.precision.matmul import Dim, LinearForm, MatmulForm
+from paxlike.layers.precision.matmul import Dim, Dot, LinearForm, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
 BLOCK = 32
@@ -35,7 +35,7 @@ _LARGEST, _EXPONENT, _LEAST, _BIAS = 0.875, 9, -126, 127
 
 @configurable
 @dataclasses.dataclass(frozen=True)
-class MxFp8:
+class MxFp8(Dot):
   """A `Dot` for linear maps."""
 
   @property

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
-from paxlike.layers.precision.matmul import MatmulForm
+from paxlike.layers.precision.matmul import Dot, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
 INT4_GROUP = 128
@@ -145,7 +145,7 @@ def rounded(rule: Rule, w_DF: jax.Array) -> Rounded:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizationAware(abc.ABC):
+class QuantizationAware(Dot):
   """A `Dot` in the compute dtype, with weights rounded by a rule."""
 
   rule: ClassVar[Rule]

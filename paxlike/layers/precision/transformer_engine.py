@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
 from paxlike.errors import UserError
-from paxlike.layers.precision.matmul import LinearForm, MatmulForm
+from paxlike.layers.precision.matmul import Dot, LinearForm, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
 
 @configurable
 @dataclasses.dataclass(frozen=True)
-class TransformerEngine:
+class TransformerEngine(Dot):
   """A `Dot` for linear maps: FP8 with current scaling, e4m3 operands and e5m2 cotangents.
 
   Attributes:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and their gradients equal those of PyTorch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from paxlike.layers import LayerNorm, RmsNorm
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("norm", [LayerNorm, RmsNorm])
+def test_values_and_gradients_are_those_of_pytorch(norm, dtype, offset):
+  random: Any = np.random.default_rng(0)
+  graph, state = nnx.split(norm(24, offset=offset, epsilon=1e-3))
+  weights = jax.tree.map(lambda w: jnp.asarray(random.normal(size=w.shape), dtype), state)
+  x, dy = 3 + random.normal(size=(2, 2, 5, 24)).astype(np.float32)
+  y, backward = jax.vjp(lambda x, weights: nnx.merge(graph, weights)(x), x, weights)
+  dx, d_weights = backward(jnp.asarray(dy))
+
+  pure = nnx.to_pure_dict(weights)
+  torch_weights = {name: torch.tensor(np.asarray(w, np.float32)) for name, w in pure.items()}
+  torch_x = torch.tensor(x)
+  for variable in (torch_x, *torch_weights.values()):
+    variable.requires_grad = True
+  scale, sizes = offset + torch_weights["scale"], (24,)
+  if norm is LayerNorm:
+    bias = torch_weights["bias"]
+    torch_y = torch.nn.functional.layer_norm(torch_x, sizes, scale, bias, eps=1e-3)
+  else:
+    torch_y = torch.nn.functional.rms_norm(torch_x, sizes, scale, eps=1e-3)
+  torch_y.backward(torch.tensor(dy))
+
+  def equal(got, expected):
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, tolerance, tolerance)
+
+  equal(y, torch_y.detach())
+  equal(dx, torch_x.grad)
+  for name, gradient in nnx.to_pure_dict(d_weights).items():
+    assert gradient.dtype == dtype
+    equal(gradient, torch_weights[name].grad)
