@@ -184,40 +184,26 @@ class RowDataset(Dataset):
   def _generate(
     self, batch_size: int, rows: np.ndarray, epoch: int, position: int, repeat: bool
   ) -> Iterator[list[Batch]]:
-    fingerprint = self.fingerprint()
-    most = 1
-
-    def make(count: int) -> list[Batch]:
-      nonlocal epoch, position, most
+    place = _Place(self, epoch, position, batch_size, repeat)
+    most = 1  # Batches that one call makes.
+    while repeat or place.remaining > 0:
+      count = max(1, min(most, (place.remaining - 1) // batch_size))  # None of them ends the epoch.
       began = time.perf_counter()
-      if count == 1:
-        arrays = self._across_epochs(epoch, position + rows, repeat)
-      else:
-        begins = position + batch_size * np.arange(count)
-        arrays = self.rows(epoch, (begins[:, None] + rows).reshape(-1))
-      is_quick = time.perf_counter() - began < QUICK_SECONDS * count
-      size = sum(x.nbytes for x in arrays.values()) // count
-      most = min(_TOGETHER, _BYTES_TOGETHER // max(size, 1)) if is_quick else 1
-      batches = []
-      for n in range(count):
-        position += batch_size
-        while repeat and position >= self.num_rows(epoch):
-          position -= self.num_rows(epoch)
-          epoch += 1
-        part = {name: x[n * len(rows) : (n + 1) * len(rows)] for name, x in arrays.items()}
-        state = {"epoch": epoch, "position": position, "fingerprint": fingerprint}
-        batches.append(Batch(part, state))
-      return batches
-
-    while repeat or position < self.num_rows(epoch):
-      # Batches that end before the epoch does.
-      inside = (self.num_rows(epoch) - position - 1) // batch_size
       try:
-        yield make(max(min(most, inside), 1))
+        if count == 1:
+          arrays = self._across_epochs(place.epoch, place.position + rows, repeat)
+        else:
+          begins = place.position + batch_size * np.arange(count)
+          arrays = self.rows(place.epoch, (begins[:, None] + rows).reshape(-1))
       except (UserError, RunError, OSError):
         if most <= 1:
           raise
         most = 1  # Batch by batch, so that only the faulty one raises.
+        continue
+      is_quick = time.perf_counter() - began < QUICK_SECONDS * count
+      size = sum(x.nbytes for x in arrays.values()) // count
+      most = min(_TOGETHER, _BYTES_TOGETHER // max(size, 1)) if is_quick else 1
+      yield [Batch(part, place.after_batch()) for part in _parts(arrays, count)]
 
   def _across_epochs(self, epoch: int, numbers: np.ndarray, repeat: bool) -> Arrays:
     """Returns sequences of a batch whose `numbers` go on into the next epochs.
@@ -236,6 +222,38 @@ class RowDataset(Dataset):
         break
       epoch += 1
     return _concatenated(parts)
+
+
+class _Place:
+  """Where in the epochs of a dataset a stream of batches is."""
+
+  def __init__(self, dataset: RowDataset, epoch: int, position: int, batch_size: int, repeat: bool):
+    self.epoch = epoch
+    self.position = position
+    self._dataset = dataset
+    self._fingerprint = dataset.fingerprint()
+    self._batch_size = batch_size
+    self._repeat = repeat
+
+  @property
+  def remaining(self) -> int:
+    """The number of sequences until the epoch ends."""
+    return self._dataset.num_rows(self.epoch) - self.position
+
+  def after_batch(self) -> dict[str, Any]:
+    """Goes on by a batch, and returns the state from which the stream continues after it."""
+    self.position += self._batch_size
+    while self._repeat and self.remaining <= 0:
+      self.position = -self.remaining
+      self.epoch += 1
+    return {"epoch": self.epoch, "position": self.position, "fingerprint": self._fingerprint}
+
+
+def _parts(arrays: Arrays, count: int) -> Iterator[Arrays]:
+  """Yields `count` parts of equal length of all arrays."""
+  length = len(next(iter(arrays.values()))) // count
+  for n in range(count):
+    yield {name: x[n * length : (n + 1) * length] for name, x in arrays.items()}
 
 
 def _concatenated(parts: list[Arrays]) -> Arrays:
