@@ -126,8 +126,8 @@ def _layer_norm_forward(epsilon, x, scale, bias):
 def _layer_norm_backward(epsilon, saved, dy):
   del epsilon
   x, scale, bias, mean, inverse = saved
-  # Else XLA for GPUs computes the mean again, in a kernel that cannot sum over tokens, so that the
-  # summands of the gradient of the scale are written, in float32, and read again.
+  # XLA for GPUs would compute the mean again, in a kernel that cannot sum over tokens. That kernel
+  # would write the summands of the gradient of the scale, in float32.
   mean, inverse = jax.lax.optimization_barrier((mean, inverse))
   normalized = (x.astype(jnp.float32) - mean) * inverse
   scaled = dy * scale

@@ -115,7 +115,7 @@ class Attention(module.Module):
 
     With a cache, T > 1 prefills an empty cache; T == 1 decodes a token, which attends to the cache.
     """
-    # Where time is sharded, all three maps keep this very array for the backward pass, once.
+    # Where time is sharded, the three maps save one array, x, for the backward pass; forked, two.
     is_sharded = mesh.is_sharded("time")
     for_query_BTD, x_BTD = (x_BTD, x_BTD) if is_sharded else gradient_order.fork(x_BTD)
     q_BTNH = self._prepared(self.query(for_query_BTD, context), context)

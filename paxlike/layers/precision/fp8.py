@@ -46,7 +46,7 @@ class Fp8(Dot):
 def without_gelu(y: jax.Array) -> jax.Array:
   """Returns y, a product to which its bias was added, and keeps cuBLAS from computing its GELU.
 
-  XLA would let cuBLAS write both; in FP8, cuBLAS cannot write GELU's input beside its output.
+  XLA would ask cuBLAS for GELU's input and its output; in FP8, cuBLAS can write only one.
   """
   return jax.lax.optimization_barrier(y)
 

@@ -64,7 +64,7 @@ class Dot(Protocol):
     ...
 
   def finished(self, y: jax.Array) -> jax.Array:
-    """Returns y, a product to which its bias was added."""
+    """Returns y; called on products, bias included, that XLA could compute with what follows."""
     return y
 
 
