@@ -25,6 +25,11 @@ def devices() -> list[Any]:
   return list(jax.devices() if _named is None else _named)
 
 
+def is_gpu() -> bool:
+  """Returns whether the target devices, all of one kind, are GPUs."""
+  return devices()[0].platform in ("gpu", "cuda")
+
+
 def check_gpu_share():
   """Raises a UserError if the environment variable for the GPU memory fraction is not positive."""
   given = [name for name in chips.SHARE_NAMES if os.environ.get(name)]

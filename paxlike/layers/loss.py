@@ -46,7 +46,7 @@ def _entropy_forward(z_loss, smoothing, logits, targets):
     chosen = jnp.where(is_target, logits, jnp.zeros((), logits.dtype)).sum(-1)
   else:
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  log_sum_exp = one_pass_log_sum_exp if _on_gpu() and not is_sharded else jax.nn.logsumexp
+  log_sum_exp = one_pass_log_sum_exp if topology.is_gpu() and not is_sharded else jax.nn.logsumexp
   normalizer = log_sum_exp(logits.astype(jnp.float32), -1)
   expected = chosen.astype(jnp.float32)
   if smoothing:
@@ -55,10 +55,6 @@ def _entropy_forward(z_loss, smoothing, logits, targets):
   if z_loss:
     loss += z_loss * jnp.square(normalizer)
   return loss, (logits, targets, normalizer)
-
-
-def _on_gpu() -> bool:
-  return topology.devices()[0].platform in ("gpu", "cuda")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.devices import topology
 from paxlike.layers import module
 
 
@@ -38,7 +39,8 @@ class LayerNorm(module.Module):
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns x [..., dim], normalized, scaled and shifted, in `dtype`."""
-    y: Any = _layer_norm(self.epsilon, x, self.offset + self.scale[...], self.bias[...])
+    layer_norm: Any = _layer_norm_on_gpu if topology.is_gpu() else _layer_norm
+    y = layer_norm(self.epsilon, x, self.offset + self.scale[...], self.bias[...])
     return y.astype(self.dtype)
 
 
@@ -109,18 +111,17 @@ class UnscaledRmsNorm(module.Module):
     return _over_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_norm(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
   """Returns x [..., D], normalized, times scale [D] plus bias [D], in float32."""
   return _layer_norm_forward(epsilon, x, scale, bias)[0]
 
 
 def _layer_norm_forward(epsilon, x, scale, bias):
-  centered = x.astype(jnp.float32)
-  mean = centered.mean(-1, keepdims=True)
-  centered -= mean
-  inverse = jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
-  return centered * inverse * scale + bias, (x, scale, bias, mean, inverse)
+  wide = x.astype(jnp.float32)
+  mean = wide.mean(-1, keepdims=True)
+  variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+  inverse = jax.lax.rsqrt(variance + epsilon)
+  return (wide - mean) * inverse * scale + bias, (x, scale, bias, mean, inverse)
 
 
 def _layer_norm_backward(epsilon, saved, dy):
@@ -138,7 +139,8 @@ def _layer_norm_backward(epsilon, saved, dy):
   return dx.astype(x.dtype), d_scale.astype(scale.dtype), d_bias.astype(bias.dtype)
 
 
-_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+_layer_norm_on_gpu = jax.custom_vjp(_layer_norm, nondiff_argnums=(0,))
+_layer_norm_on_gpu.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _over_rms(x: jax.Array, epsilon: float, dims: int | tuple[int, ...] = -1) -> jax.Array:

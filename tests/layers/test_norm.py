@@ -10,14 +10,20 @@ import pytest
 import torch
 from flax import nnx
 
+from paxlike.devices import topology
 from paxlike.layers import LayerNorm, RmsNorm
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16], ids=["x_f32", "x_bf16"])
-@pytest.mark.parametrize("norm", [LayerNorm, RmsNorm])
-def test_values_and_gradients_are_those_of_pytorch(norm, x_dtype, dtype, offset):
+@pytest.mark.parametrize(
+  ("norm", "is_gpu"), [(LayerNorm, False), (LayerNorm, True), (RmsNorm, False)]
+)
+def test_values_and_gradients_are_those_of_pytorch(
+  monkeypatch, norm, is_gpu, x_dtype, dtype, offset
+):
+  monkeypatch.setattr(topology, "is_gpu", lambda: is_gpu)
   random: Any = np.random.default_rng(0)
   graph, state = nnx.split(norm(24, offset=offset, epsilon=1e-3))
   weights = jax.tree.map(lambda w: jnp.asarray(random.normal(size=w.shape), dtype), state)
