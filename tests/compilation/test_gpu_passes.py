@@ -33,7 +33,7 @@ def program():
 
 
 def attention_products(program, scope):
-  """Attributes of the matmuls of attention's maps, by role."""
+  """The role and the instruction of each matmul of attention's maps."""
   pattern = re.escape(f"/{scope}/attention/") + "(query|key|value|output)/"
   calls = hlo.custom_calls(program.text, "__cublas")
   return [(match[1], one) for one in calls if (match := re.search(pattern, one.op_name))]

@@ -2,6 +2,7 @@
 """A small model, and a batch for it, that tests of several files train."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,19 @@ from paxlike import layers
 from paxlike.training import optimizers
 
 SEQ_LEN, VOCAB = 16, 96
+
+
+def attention(linear: Callable[[str], Callable[..., layers.Linear]]):
+  """Attention with 4 heads of width 8, from what makes the linear map of a role."""
+  return functools.partial(
+    layers.Attention,
+    num_heads=4,
+    head_dim=8,
+    query=linear("query"),
+    key=linear("key"),
+    value=linear("value"),
+    output=linear("output"),
+  )
 
 
 def tiny(
@@ -42,15 +56,7 @@ def tiny(
   block = functools.partial(
     layers.Block,
     norm=norm,
-    attention=functools.partial(
-      layers.Attention,
-      num_heads=4,
-      head_dim=8,
-      query=linear("query"),
-      key=linear("key"),
-      value=linear("value"),
-      output=linear("output"),
-    ),
+    attention=attention(linear),
     mlp=functools.partial(mlp, up=linear("up"), down=linear("down")),
     dropout=functools.partial(layers.Dropout, rate=dropout) if dropout else None,
   )

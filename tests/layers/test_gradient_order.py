@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of gradients."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import tiny_model
 
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import gradient_order
-from paxlike.layers.attention.attention import Attention
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
 
@@ -40,22 +41,10 @@ def test_the_cotangent_of_the_input_waits_for_the_gradients_of_the_weights():
 
 @pytest.mark.parametrize("is_time_sharded", [False, True])
 def test_the_order_of_addends_keeps_no_more_activations(monkeypatch, is_time_sharded):
-  def linear(role):
-    return lambda inputs, outputs: Linear(inputs, outputs, role=role)
-
   def kernel(q_BTNH, k_BSKH, v_BSKH, **_: Any):
     return q_BTNH * k_BSKH * v_BSKH
 
-  layer = Attention(
-    32,
-    num_heads=4,
-    head_dim=8,
-    query=linear("query"),
-    key=linear("key"),
-    value=linear("value"),
-    output=linear("output"),
-    kernel=kernel,
-  )
+  layer = tiny_model.attention(lambda role: functools.partial(Linear, role=role))(32, kernel=kernel)
   graph, state = nnx.split(layer)
   weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct((3, *w.shape), w.dtype), state)
   x_BTD = jnp.ones((2, 16, 32))
