@@ -88,6 +88,7 @@ class Run:
   def __init__(self, trainer: Trainer, batches: Iterator[Any], folder: pathlib.Path):
     self._trainer = trainer
     self._step = step_lib.Step(trainer, batches)
+    self._layout = layout_of(trainer.model)
     self.saved = Checkpoints(folder / "checkpoints", keep=2)
     self.num_saves = 0
     # Moments of zeros would be compressed away.
@@ -111,8 +112,7 @@ class Run:
   def save(self):
     """Begins a save."""
     self.num_saves += 1
-    layout = layout_of(self._trainer.model)
-    self.saved.save(self.num_saves, self.state, layout=layout, train_input={})
+    self.saved.save(self.num_saves, self.state, layout=self._layout, train_input={})
 
   @property
   def path(self) -> pathlib.Path:
@@ -128,7 +128,7 @@ class Run:
     trainer = self._trainer
     target = train_state.abstract(trainer.definition, trainer.optimizer, trainer.devices)
     target = flatten(dataclasses.replace(target, frozen={}))
-    restored = self.saved.at(self.num_saves).restore(target, layout=layout_of(trainer.model))
+    restored = self.saved.at(self.num_saves).restore(target, layout=self._layout)
     return jax.block_until_ready(restored.state)
 
 

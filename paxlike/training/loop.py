@@ -66,6 +66,7 @@ class Loop:
     self._policy = None if trainer.rollouts is None else kind(trainer)
     # By the index of the stage, and by whether layers are logged.
     self._programs: dict[tuple[int, bool], Any] = {}
+    self._layout = layout_of(trainer.model)
 
   def run(self, files: Mapping[str, Any]) -> int:
     """Trains as `Trainer.train` does, in the context of its mesh."""
@@ -291,10 +292,9 @@ class Loop:
     self._pause("saving")
     phases.enter("save", int(state.step))
     changing = flatten(dataclasses.replace(state, frozen={}, reference={}))
-    layout = layout_of(self._trainer.model)
     if self._policy is not None:
       data_state = data_state | self._policy.saved()
-    self._saved.save(int(state.step), changing, layout=layout, train_input=data_state)
+    self._saved.save(int(state.step), changing, layout=self._layout, train_input=data_state)
 
   def _evaluates_after(self, step: int) -> bool:
     trainer, at_end = self._trainer, step == self._trainer.num_steps

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from paxlike.devices import mesh
 from paxlike.layers.module import is_statistic
 from paxlike.layers.moe.experts import Experts
 from paxlike.layers.moe.routing import Routing
+from paxlike.layers.precision import cpu_dots
 
 # (experts, x_BTD, routing) -> (y_BTD, metrics as [sum, weight]).
 Dispatch = Callable[[Experts, jax.Array, Routing], tuple[jax.Array, dict[str, jax.Array]]]
@@ -160,7 +161,7 @@ class Capacity:
   def __call__(
     self, experts: Experts, x_BTD: jax.Array, routing: Routing
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    B, T, D = x_BTD.shape
+    B, T, _ = x_BTD.shape
     E, K = routing.logits_BTE.shape[-1], routing.experts_BTK.shape[-1]
     C = self.places(T, E, K)
     chosen_BKT = routing.experts_BTK.swapaxes(1, 2)
@@ -168,18 +169,34 @@ class Capacity:
     rank_BKT = (is_chosen * jnp.cumsum(is_chosen, axis=1)).sum(-1) - 1
     rank_BTK = rank_BKT.reshape(B, K, T).swapaxes(1, 2)
     kept_BTK = rank_BTK < C
-    slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + rank_BTK, E * C).reshape(B, T * K)
-    x_BSD: Any = _put(E * C, slots_BM, jnp.repeat(x_BTD, K, axis=1))
-    # From sharded sequences to sharded experts: an all-to-all over the expert axis.
-    x_EBCD = x_BSD.reshape(B, E, C, D).swapaxes(0, 1)
-    x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
-    y = experts(x_EBCD.reshape(E, B * C, D), lambda layer, x: layer.placed(x))
-    y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
-    y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
-    y_BMD: Any = _take(E * C, slots_BM, y_BSD)
     dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
-    y_BTD = _weighted_sum(y_BMD.reshape(B, T, K, -1), routing.weights_BTK)
+    if cpu_dots.on_cpu() and not mesh.sizes_here(mesh.AXES):  # Empty slots need not be multiplied.
+      kept_experts_BTK = jnp.where(kept_BTK, routing.experts_BTK, E)
+      y_BTD = _apply_sorted(experts, x_BTD, kept_experts_BTK, routing.weights_BTK)
+    else:
+      slots_BM = jnp.where(kept_BTK, routing.experts_BTK * C + rank_BTK, E * C).reshape(B, T * K)
+      y_BMD = _apply_placed(experts, x_BTD, slots_BM, (E, C))
+      y_BTD = _weighted_sum(y_BMD.reshape(B, T, K, -1), routing.weights_BTK)
     return y_BTD, {"dropped_fraction": dropped}
+
+
+def _apply_placed(
+  experts: Experts, x_BTD: jax.Array, slots_BM: jax.Array, sizes: tuple[int, int]
+) -> jax.Array:
+  """Returns [B, M, D], the output of the slot of each choice; zeros for slot S.
+
+  `sizes` are (E, C); S is E x C, and M is T x K.
+  """
+  B, M = slots_BM.shape
+  E, C = sizes
+  x_BSD: Any = _put(E * C, slots_BM, jnp.repeat(x_BTD, M // x_BTD.shape[1], axis=1))
+  # From sharded sequences to sharded experts: an all-to-all over the expert axis.
+  x_EBCD = x_BSD.reshape(B, E, C, -1).swapaxes(0, 1)
+  x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
+  y = experts(x_EBCD.reshape(E, B * C, -1), lambda layer, x: layer.placed(x))
+  y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
+  y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
+  return cast(jax.Array, _take(E * C, slots_BM, y_BSD))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -156,12 +156,11 @@ def _ragged_transposed(
 
 
 def _block_size(num_rows: int, num_groups: int) -> int:
-  """Returns the rows of a block, 8 to 256: half of the mean group's, a quarter of large groups'.
+  """Returns the rows of a block, 8 to 256: half of the mean group's.
 
-  Larger blocks have more padding, smaller ones multiply more slowly: most of all below 128 rows.
+  Larger blocks have more padding, smaller ones multiply more slowly.
   """
-  mean = num_rows // num_groups
-  return min(_LARGEST_BLOCK, max(8, min(mean // 2, 128), mean // 4))
+  return min(_LARGEST_BLOCK, max(8, num_rows // num_groups // 2))
 
 
 def _multiply_blocks(

@@ -38,6 +38,13 @@ def build(**options):
   return definition, params
 
 
+def apply(definition, params, x_BTD, num_devices):
+  """Returns the layer's output and report, on devices along the mesh axis `expert`."""
+  with jax.set_mesh(MeshSpec(ici={"expert": num_devices}).build(jax.devices()[:num_devices])):
+    given = jax.device_get((params, x_BTD))
+    return jax.jit(lambda params, x_BTD: definition.bind(params)(x_BTD))(*given)
+
+
 def silu(x):
   return x / (1 + np.exp(-x))
 
@@ -69,13 +76,14 @@ def reference(params, x_BTD, *, places=None):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("factor", [None, 0.4, 1.0, 4.0])
-def test_output_is_that_of_a_loop_over_tokens(factor):
+def test_output_is_that_of_a_loop_over_tokens(factor, num_devices):
   dispatch = dropless if factor is None else Capacity(factor=factor)
   places = None if factor is None else Capacity(factor=factor).places(T, E, K)
   definition, params = build(dispatch=dispatch)
   x_BTD = 2 * jax.random.normal(jax.random.key(2), (B, T, D))
-  y_BTD, report = definition.bind(params)(x_BTD)
+  y_BTD, report = apply(definition, params, x_BTD, num_devices)
   expected, dropped = reference(params, x_BTD, places=places)
   np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
   if factor is not None:
@@ -153,8 +161,10 @@ def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
   assert "all-to-all" in {one.operation for one in hlo.collectives(program)}
 
 
-@pytest.mark.parametrize("dispatch", [dropless, Capacity(factor=4.0)])
-def test_experts_of_users_may_override_their_matmuls(dispatch):
+@pytest.mark.parametrize(
+  ("dispatch", "num_devices"), [(dropless, 1), (Capacity(factor=4.0), 1), (Capacity(factor=4.0), 4)]
+)
+def test_experts_of_users_may_override_their_matmuls(dispatch, num_devices):
   class Negated(layers.ExpertLinear):
     def sorted(self, x_MD, sizes_E):
       return -super().sorted(x_MD, sizes_E)
@@ -165,7 +175,7 @@ def test_experts_of_users_may_override_their_matmuls(dispatch):
   def output(down):
     experts = functools.partial(layers.Experts, hidden_dim=F, up=up, down=down, activation=jnp.tanh)
     definition, params = build(dispatch=dispatch, experts=experts)
-    return definition.bind(params)(jnp.ones((1, 4, D)))[0]
+    return apply(definition, params, jnp.ones((1, 4, D)), num_devices)[0]
 
   up = functools.partial(layers.ExpertLinear, role="up")
   plain, negated = (
