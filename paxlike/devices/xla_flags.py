@@ -72,6 +72,11 @@ def options() -> tuple[Options, list[str]]:
   return known, sorted(wanted.keys() - known.keys())
 
 
+def fuses_all_reduces() -> bool:
+  """Returns whether XLA computes an all-reduce beside a matmul in one kernel: on TPU v5e."""
+  return _OF_TPUS.get(chips.name(topology.devices()[0].device_kind) or "") is SEVERAL_V5E
+
+
 def prefill_options() -> Options:
   """Returns the options for reading prompts on one CPU; with collectives, XLA chooses the order."""
   device = topology.devices()[0]

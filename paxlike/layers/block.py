@@ -11,7 +11,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
-from paxlike.layers import module
+from paxlike.layers import gradient_order, module
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
@@ -85,9 +85,12 @@ class Block(module.Module):
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the updated cache, the layers' Aux)."""
     combined, logged = none(), {}
+    block: Any = self
     if self.attention is not None:
       with jax.named_scope("attention"):
-        y_BTD, cache, aux = self.attention(self._normed(self.attention_norm, x_BTD), context, cache)
+        y_BTD = self._normed(self.attention_norm, x_BTD)
+        y_BTD, block = gradient_order.after_weights(y_BTD, self)
+        y_BTD, cache, aux = block.attention(y_BTD, context, cache)
         if self.attention_post_norm is not None:
           y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
         logged |= _logged("attention_rms", y_BTD, context)
@@ -95,7 +98,7 @@ class Block(module.Module):
         combined = add(combined, aux)
     if self.mlp is not None:
       with jax.named_scope("mlp"):
-        y_BTD, aux = self.mlp(self._normed(self.mlp_norm, x_BTD), context)
+        y_BTD, aux = block.mlp(self._normed(self.mlp_norm, x_BTD), context)
         if self.mlp_post_norm is not None:
           y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
         logged |= _logged("mlp_rms", y_BTD, context)

@@ -4,6 +4,12 @@
 from typing import Any
 
 import jax
+from flax import nnx
+
+from paxlike.devices import mesh, xla_flags
+
+# XLA for TPU v5e all-reduces gradients over so many chips; over fewer, it exchanges shards.
+_LEAST_CHIPS = 64
 
 
 @jax.custom_vjp
@@ -48,3 +54,25 @@ def _backward(_: None, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, An
 
 
 together.defvjp(_forward, _backward)
+
+
+def after_weights(x: jax.Array, module: nnx.Module) -> tuple[jax.Array, Any]:
+  """Returns (x, the module); the cotangent of x waits for those of the weights on some TPUs.
+
+  XLA for TPU v5e computes an all-reduce of a gradient beside one matmul, mostly that of the next
+  weight. It leaves a large gradient to the end of a layer, whose all-reduce then has nothing beside
+  it. If the cotangent of x must wait for all of them, the matmul that computes it comes after. With
+  other axes than `fsdp`, programs may become slower by that.
+
+  Args:
+    x: What the module's first matmuls read.
+    module: A layer.
+  """
+  sizes = mesh.sizes_here(mesh.AXES)
+  others = [size for axis, size in sizes.items() if axis != "fsdp"]
+  is_summed = sizes.get("fsdp", 1) >= _LEAST_CHIPS and max(others) == 1
+  if not is_summed or not xla_flags.fuses_all_reduces():
+    return x, module
+  graph, weights = nnx.split(module)
+  x, weights = together(x, weights)
+  return x, nnx.merge(graph, weights)

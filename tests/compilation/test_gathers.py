@@ -64,6 +64,16 @@ def test_weights_are_gathered_once_a_pass_and_gradients_scattered_once(target, k
 
 
 @pytest.mark.slow
+def test_a_v5e_sums_gradients_beside_matmuls():
+  with topology.target("v5e-256"):
+    graph = registry.find("Scaled16BV5e256")(NUM_LAYERS=2, VOCAB_SIZE=2048).trainer()
+    program = aot.compile_step(run_mode.build_trainer(graph))
+  (sums,) = [one for one in program.overlap() if one.in_loop and one.kind == "all-reduce"]
+  # A quarter waited if the input of a layer did not wait for the gradients of its weights.
+  assert sums.synchronous_nbytes < 0.1 * sums.asynchronous_nbytes
+
+
+@pytest.mark.slow
 def test_evaluation_gathers_each_weight_once():
   with topology.target("h100-8"):
     trainer: Any = fdl.build(registry.find("SyntheticLLaMA7B")(**SIZES).trainer())

@@ -2,6 +2,7 @@
 """The order of gradients."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from helpers import tiny_model
 
+from paxlike.devices import topology, xla_flags
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import gradient_order
 from paxlike.layers.call_context import Context
@@ -65,3 +67,47 @@ def test_the_order_of_addends_keeps_no_more_activations(monkeypatch, is_time_sha
     number = stored()
     monkeypatch.setattr(gradient_order, "fork", lambda x: (x, x))
     assert number == stored() > 0
+
+
+@pytest.mark.parametrize(
+  ("ici", "is_v5e", "waits"),
+  [
+    ({"fsdp": 4}, True, True),
+    ({"fsdp": 4}, False, False),
+    ({"fsdp": 2}, True, False),
+    ({"fsdp": 2, "tensor": 2}, True, False),
+    ({"data": 4}, True, False),
+    ({}, True, False),
+  ],
+)
+def test_the_input_of_a_layer_waits_where_all_reduces_need_a_matmul(
+  monkeypatch, ici, is_v5e, waits
+):
+  layer = Linear({"model": 8}, {"ffn": 4}, role="up")
+  graph, state = nnx.split(layer)
+  draw = functools.partial(np.random.default_rng(0).normal)
+  weights = jax.tree.map(lambda w: jnp.asarray(draw(size=w.shape), w.dtype), state)
+  x = jnp.asarray(draw(size=(4, 8)), jnp.float32)
+
+  def loss(x, weights, order):
+    x, layer = order(x, nnx.merge(graph, weights))
+    return jnp.square(layer(x)).sum()
+
+  monkeypatch.setattr(gradient_order, "_LEAST_CHIPS", 4)
+  with jax.set_mesh(MeshSpec(ici=ici).build(jax.devices()[: math.prod(ici.values())])):
+    monkeypatch.setattr(xla_flags, "fuses_all_reduces", lambda: is_v5e)
+    gradients = jax.grad(functools.partial(loss, order=gradient_order.after_weights), (0, 1))
+    names = {one.primitive.name for one in jax.make_jaxpr(gradients)(x, weights).eqns}
+    got = gradients(x, weights)
+  assert ("optimization_barrier" in names) == waits
+  free = jax.grad(functools.partial(loss, order=lambda *both: both), (0, 1))(x, weights)
+  jax.tree.map(np.testing.assert_array_equal, got, free)
+
+
+def test_only_a_v5e_computes_all_reduces_beside_matmuls_in_one_kernel():
+  fuses = {}
+  for target in ("v4-8", "v5e-4", "v5p-8", "v6e-4", "h100-2"):
+    with topology.target(target):
+      fuses[target] = xla_flags.fuses_all_reduces()
+  assert not xla_flags.fuses_all_reduces()
+  assert [target for target, does in fuses.items() if does] == ["v5e-4"]
