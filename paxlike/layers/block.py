@@ -85,20 +85,20 @@ class Block(module.Module):
   ) -> tuple[jax.Array, Any, Aux]:
     """Returns (x_BTD, the updated cache, the layers' Aux)."""
     combined, logged = none(), {}
-    block: Any = self
-    if self.attention is not None:
+    attention, mlp = self.attention, self.mlp
+    if attention is not None:
       with jax.named_scope("attention"):
         y_BTD = self._normed(self.attention_norm, x_BTD)
-        y_BTD, block = gradient_order.after_weights(y_BTD, self)
-        y_BTD, cache, aux = block.attention(y_BTD, context, cache)
+        y_BTD, (attention, mlp) = gradient_order.after_weights(y_BTD, (attention, mlp))
+        y_BTD, cache, aux = attention(y_BTD, context, cache)
         if self.attention_post_norm is not None:
           y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)
         logged |= _logged("attention_rms", y_BTD, context)
         x_BTD = self._add(x_BTD, y_BTD, context.fold(0))
         combined = add(combined, aux)
-    if self.mlp is not None:
+    if mlp is not None:
       with jax.named_scope("mlp"):
-        y_BTD, aux = block.mlp(self._normed(self.mlp_norm, x_BTD), context)
+        y_BTD, aux = mlp(self._normed(self.mlp_norm, x_BTD), context)
         if self.mlp_post_norm is not None:
           y_BTD = by_token(self.mlp_post_norm, y_BTD, time=self.time)
         logged |= _logged("mlp_rms", y_BTD, context)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which a backward pass computes and adds gradients."""
 
+import math
 from typing import Any
 
 import jax
 from flax import nnx
 
-from paxlike.devices import mesh, xla_flags
+from paxlike.devices import xla_flags
 
-# XLA for TPU v5e all-reduces gradients over so many chips; over fewer, it exchanges shards.
+# From so many chips on, XLA for TPU v5e all-reduces gradients (libtpu 0.0.52; 8, 16, 32, 64 and 256
+# were tried); over fewer, it reduce-scatters them or exchanges shards between matmuls.
 _LEAST_CHIPS = 64
 
 
@@ -56,23 +58,23 @@ def _backward(_: None, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, An
 together.defvjp(_forward, _backward)
 
 
-def after_weights(x: jax.Array, module: nnx.Module) -> tuple[jax.Array, Any]:
-  """Returns (x, the module); the cotangent of x waits for those of the weights on some TPUs.
+def after_weights(x: jax.Array, modules: Any) -> tuple[jax.Array, Any]:
+  """Returns (x, modules); on TPU v5e, what reads the cotangent of x waits for those of the weights.
 
-  XLA for TPU v5e computes an all-reduce of a gradient beside one matmul, mostly that of the next
-  weight. It leaves a large gradient to the end of a layer, whose all-reduce then has nothing beside
-  it. If the cotangent of x must wait for all of them, the matmul that computes it comes after. With
-  other axes than `fsdp`, programs may become slower by that.
+  XLA for TPU v5e computes the all-reduce of a gradient beside one matmul, mostly that of the next
+  weight. It computes a large gradient last in each layer, and nothing is left to compute beside its
+  all-reduce. If the cotangent of x is used only after all of them, the matmul that computes it can
+  come last, beside the last all-reduce. Nothing waits on other devices, with other mesh axes than
+  `fsdp`, or over fewer than 64 chips, where it did not help.
 
   Args:
-    x: What the module's first matmuls read.
-    module: A layer.
+    x: What the first matmuls of a layer read.
+    modules: A pytree of the modules of the layer that have large weights.
   """
-  sizes = mesh.sizes_here(mesh.AXES)
-  others = [size for axis, size in sizes.items() if axis != "fsdp"]
-  is_summed = sizes.get("fsdp", 1) >= _LEAST_CHIPS and max(others) == 1
-  if not is_summed or not xla_flags.fuses_all_reduces():
-    return x, module
-  graph, weights = nnx.split(module)
+  sizes = jax.sharding.get_abstract_mesh().shape
+  is_fsdp = sizes.get("fsdp", 1) == math.prod(sizes.values())
+  if not is_fsdp or sizes.get("fsdp", 1) < _LEAST_CHIPS or not xla_flags.fuses_all_reduces():
+    return x, modules
+  graph, weights = nnx.split(modules)
   x, weights = together(x, weights)
   return x, nnx.merge(graph, weights)

@@ -116,6 +116,6 @@ def test_cached_decode_with_relative_positions_equals_teacher_forcing(monkeypatc
 
 def test_enough_places_serve_as_many_as_sorting():
   definition = shrunk("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=2.0)
-  placed = one_device(definition, batch(8))
+  placed = steps(definition, MeshSpec(ici={"expert": 4}), batch(8), devices=jax.devices()[:4])
   assert placed[1].pop("dropped_fraction")[0] == 0
   assert_same(placed, expected("Mixtral8x7B"))

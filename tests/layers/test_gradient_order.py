@@ -15,8 +15,11 @@ from helpers import tiny_model
 from paxlike.devices import topology, xla_flags
 from paxlike.devices.mesh import MeshSpec
 from paxlike.layers import gradient_order
+from paxlike.layers.block import Block
 from paxlike.layers.call_context import Context
 from paxlike.layers.linear import Linear
+from paxlike.layers.mlp import Mlp
+from paxlike.layers.norm import RmsNorm
 
 
 def layer(x, weights):
@@ -83,25 +86,38 @@ def test_the_order_of_addends_keeps_no_more_activations(monkeypatch, is_time_sha
 def test_the_input_of_a_layer_waits_where_all_reduces_need_a_matmul(
   monkeypatch, ici, is_v5e, waits
 ):
-  layer = Linear({"model": 8}, {"ffn": 4}, role="up")
+  layer = Block(
+    8,
+    norm=RmsNorm,
+    attention=tiny_model.attention(lambda role: functools.partial(Linear, role=role)),
+    mlp=functools.partial(
+      Mlp,
+      hidden_dim=16,
+      up=functools.partial(Linear, role="up"),
+      down=functools.partial(Linear, role="down"),
+    ),
+  )
   graph, state = nnx.split(layer)
   draw = functools.partial(np.random.default_rng(0).normal)
   weights = jax.tree.map(lambda w: jnp.asarray(draw(size=w.shape), w.dtype), state)
-  x = jnp.asarray(draw(size=(4, 8)), jnp.float32)
+  x_BTD = jnp.asarray(draw(size=(4, 2, 8)), jnp.float32)
 
-  def loss(x, weights, order):
-    x, layer = order(x, nnx.merge(graph, weights))
-    return jnp.square(layer(x)).sum()
+  def gradients(x_BTD, weights):
+    def loss(x_BTD, weights):
+      return jnp.square(nnx.merge(graph, weights)(x_BTD, Context())[0]).sum()
+
+    return jax.grad(loss, (0, 1))(x_BTD, weights)
 
   monkeypatch.setattr(gradient_order, "_LEAST_CHIPS", 4)
   with jax.set_mesh(MeshSpec(ici=ici).build(jax.devices()[: math.prod(ici.values())])):
+    free = jax.jit(lambda *given: gradients(*given))(x_BTD, weights)
     monkeypatch.setattr(xla_flags, "fuses_all_reduces", lambda: is_v5e)
-    gradients = jax.grad(functools.partial(loss, order=gradient_order.after_weights), (0, 1))
-    names = {one.primitive.name for one in jax.make_jaxpr(gradients)(x, weights).eqns}
-    got = gradients(x, weights)
-  assert ("optimization_barrier" in names) == waits
-  free = jax.grad(functools.partial(loss, order=lambda *both: both), (0, 1))(x, weights)
-  jax.tree.map(np.testing.assert_array_equal, got, free)
+    equations = jax.make_jaxpr(gradients)(x_BTD, weights).jaxpr.eqns
+    got = jax.jit(lambda *given: gradients(*given))(x_BTD, weights)
+  tied = [len(e.outvars) for e in equations if e.primitive.name == "optimization_barrier"]
+  of_matrices = jax.tree.leaves(nnx.state((layer.attention, layer.mlp)))
+  assert tied.count(1 + len(of_matrices)) == waits
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, free)
 
 
 def test_only_a_v5e_computes_all_reduces_beside_matmuls_in_one_kernel():

@@ -102,8 +102,8 @@ def _apply_sorted(
 ) -> jax.Array:
   """Returns, for each token, the weighted sum of the outputs of its experts on this device.
 
-  `experts_BTK` counts from this device's first expert; the experts of other devices are out of
-  range.
+  `experts_BTK` counts from this device's first expert; the experts of other devices, and dropped
+  choices, are out of range.
   """
   num_experts, num_chosen = experts.up.num_experts, experts_BTK.shape[-1]
   here_BTK = (experts_BTK >= 0) & (experts_BTK < num_experts)
@@ -146,7 +146,7 @@ class Capacity:
 
   First choices get slots before second ones, earlier tokens before later ones. A choice that is
   dropped adds nothing: without any, a token keeps only its residual connection. Each sequence is a
-  group with its own slots.
+  group with its own slots. One CPU drops the same choices, but multiplies only what is kept.
 
   Attributes:
     factor: The capacity factor, relative to the slots that uniform routing needs.
@@ -170,7 +170,8 @@ class Capacity:
     rank_BTK = rank_BKT.reshape(B, K, T).swapaxes(1, 2)
     kept_BTK = rank_BTK < C
     dropped = jnp.stack([(~kept_BTK).sum(), jnp.array(B * T * K)]).astype(jnp.float32)
-    if cpu_dots.on_cpu() and not mesh.sizes_here(mesh.AXES):  # Empty slots need not be multiplied.
+    # One CPU need not multiply empty slots. Quantized matmuls have other scales without slots.
+    if cpu_dots.on_cpu() and not mesh.sizes_here(mesh.AXES) and experts.up.dot is None:
       kept_experts_BTK = jnp.where(kept_BTK, routing.experts_BTK, E)
       y_BTD = _apply_sorted(experts, x_BTD, kept_experts_BTK, routing.weights_BTK)
     else:
@@ -183,9 +184,9 @@ class Capacity:
 def _apply_placed(
   experts: Experts, x_BTD: jax.Array, slots_BM: jax.Array, sizes: tuple[int, int]
 ) -> jax.Array:
-  """Returns [B, M, D], the output of the slot of each choice; zeros for slot S.
+  """Returns [B, M, D]: for each choice, what its expert computed in its slot; zeros if dropped.
 
-  `sizes` are (E, C); S is E x C, and M is T x K.
+  `sizes` are (E, C). M is T x K, and a dropped choice has the slot E x C.
   """
   B, M = slots_BM.shape
   E, C = sizes
