@@ -139,7 +139,7 @@ class _Reader:
     body = self._computations.get(one.called[0], []) if one.called else []
     if not body:
       return _Work("memory", one.target or one.operation, moved)
-    nbytes = _fusion_bytes(body, operands, outputs)
+    nbytes = _fusion_bytes(body, self._operations(body), operands, outputs)
     if not self._chip.is_gpu and (flops := self._fused_flops(body)):
       return self._convolution(one, nbytes, flops)
     group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
@@ -209,6 +209,15 @@ class _Reader:
   def _in_memory(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
     """Returns the arrays that are in the device's memory."""
     return shapes if self._chip.is_gpu else [shape for shape in shapes if shape.space != _VECTOR]
+
+  def _operations(self, body: Sequence[Instruction]) -> set[str]:
+    """Returns the operations of a fusion, and of those in it: TPUs nest them."""
+    found = {one.operation for one in body}
+    for one in body:
+      if one.operation == "fusion":
+        for name in one.called:
+          found |= self._operations(self._computations.get(name, ()))
+    return found
 
   def _fused_flops(self, body: Sequence[Instruction]) -> float:
     """Returns the FLOPs of the matmuls in a fusion, which are convolutions on TPUs."""
@@ -303,13 +312,15 @@ def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> float:
 
 
 def _fusion_bytes(
-  body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
+  body: Sequence[Instruction],
+  operations: set[str],
+  operands: Sequence[Shape],
+  outputs: Sequence[Shape],
 ) -> float:
   """Returns the bytes that a fusion reads and writes.
 
   Of arrays that it slices or updates in place, only the slices count.
   """
-  operations = {one.operation for one in body}
   written = sum(shape.nbytes for shape in outputs)
   largest = max((shape.nbytes for shape in outputs), default=0)
   if _updates_in_place(body):

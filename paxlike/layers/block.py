@@ -15,6 +15,7 @@ from paxlike.layers import gradient_order, module
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
+from paxlike.layers.linear import as_matrix
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.per_layer_input import PerLayerInput
@@ -141,11 +142,10 @@ def _logged(name: str, x_BTD: jax.Array, context: Context) -> dict[str, jax.Arra
 def by_token(
   function: Callable[..., jax.Array], *arrays_BTD: jax.Array, time: str = "time"
 ) -> jax.Array:
-  """Returns function(*arrays), applied to [B*T, D], or to [B, T, D] if `time` is sharded.
+  """Returns function(*arrays), [B, T, D], applied to what `as_matrix` makes of them.
 
-  With three dims, XLA for GPUs changes the memory layout from layer to layer.
+  With three dims, XLA for GPUs changes the memory layout from layer to layer; with two, XLA for
+  TPUs copies what attention returns.
   """
-  if mesh.is_sharded(time):
-    return function(*arrays_BTD)
-  shape = arrays_BTD[0].shape
-  return function(*(x.reshape(-1, shape[-1]) for x in arrays_BTD)).reshape(shape)
+  outputs = function(*(as_matrix(x, time) for x in arrays_BTD))
+  return outputs.reshape(arrays_BTD[0].shape)

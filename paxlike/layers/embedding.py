@@ -73,9 +73,7 @@ class Embedding(module.Module):
     return logits if self.logits_scale == 1 else logits * self.logits_scale
 
   def _logits(self, tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
-    if tokens.ndim != 2:
-      return jnp.dot(tokens, table_VD.T)
-    if self.dtype != jnp.bfloat16 or not cpu_dots.on_cpu():
+    if self.dtype != jnp.bfloat16 or tokens.ndim != 2 or not cpu_dots.on_cpu():
       return matmul(tokens, table_VD.T)
     return cpu_dots.dot_of_columns(tokens, table_VD)
 

@@ -15,7 +15,7 @@ from paxlike.layers import module
 from paxlike.layers.call_context import Context
 from paxlike.layers.lora import Lora
 from paxlike.layers.precision import float32_sums
-from paxlike.layers.precision.matmul import Dim, Dot, LinearForm, matmul
+from paxlike.layers.precision.matmul import Dim, Dot, LinearForm, keeps_dims, matmul
 from paxlike.layers.precision.weight_only import Int8Weight, Quantized, WeightQuantizer, dense
 from paxlike.layers.remat import named
 
@@ -110,10 +110,8 @@ class Linear(module.Module):
       w = w.astype(self.dtype).reshape(x.shape[-1], -1)
       if self.dot is not None:
         y = self.dot(self._form, tokens, w, self.w8.get_value())
-      elif tokens.ndim == 2:
-        y = matmul(tokens, w, *self._form.sizes)
       else:
-        y = jnp.dot(tokens, w)
+        y = matmul(tokens, w, *self._form.sizes)
     return y.reshape(*x.shape[:-1], -1)
 
   def _weight_only(self, x: jax.Array, w: Quantized) -> jax.Array:
@@ -124,7 +122,7 @@ class Linear(module.Module):
     w_DF = w.dequantized(self.dtype).reshape(inputs, -1)
     if self.dot is not None:
       return self.dot(self._form, x, w_DF)
-    return matmul(x, w_DF, *self._form.sizes) if x.ndim == 2 else jnp.dot(x, w_DF)
+    return matmul(x, w_DF, *self._form.sizes)
 
   def frozen_matrix(self) -> jax.Array:
     """Returns w [D, F] in the compute dtype, dequantized, without LoRA."""
@@ -139,9 +137,9 @@ class Linear(module.Module):
 
 
 def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:
-  """Returns x [..., D] as [M, D], or unchanged if the mesh shards the dim named `time`.
+  """Returns x [..., D] as [M, D]; unchanged on TPUs, or if the mesh shards the dim named `time`.
 
   XLA's matmul libraries for CPUs and GPUs are fastest on 2D operands, whose gradients also need
   fewer transposes.
   """
-  return x if mesh.is_sharded(time) else x.reshape(-1, x.shape[-1])
+  return x if keeps_dims() or mesh.is_sharded(time) else x.reshape(-1, x.shape[-1])

@@ -113,6 +113,35 @@ def test_an_array_with_an_updated_slice_is_read_whole(h200):
   assert one.nbytes == 2 * (3 * 512 * 1024 + 1024)
 
 
+def test_of_a_slice_in_a_fusion_within_a_fusion_only_the_slice_is_read():
+  """As of the stacked inputs of layers on TPUs, that the gradient of a weight reads."""
+  program = """HloModule program, is_scheduled=true
+
+%layer (stack: bf16[64,8,128], i: s32[]) -> bf16[1,8,128] {
+  %stack = bf16[64,8,128]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %one = bf16[1,8,128]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,8,128}
+}
+
+%doubled (all: bf16[64,8,128], at: s32[]) -> bf16[1,8,128] {
+  %all = bf16[64,8,128]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %slice = bf16[1,8,128]{2,1,0} fusion(%all, %at), kind=kLoop, calls=%layer
+  ROOT %sum = bf16[1,8,128]{2,1,0} add(%slice, %slice)
+}
+
+ENTRY %main (x: bf16[64,8,128], n: s32[]) -> bf16[1,8,128] {
+  %x = bf16[64,8,128]{2,1,0} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %fusion = bf16[1,8,128]{2,1,0} fusion(%x, %n), kind=kLoop, calls=%doubled
+}
+"""  # noqa: E501
+  (one,) = hlo_kernels.kernels(program, chips.CHIPS["TPU v5e"])
+  slice_nbytes = 2 * 8 * 128
+  assert 2 * slice_nbytes <= one.nbytes <= 3 * slice_nbytes + 4
+
+
 def test_sums_are_ordered_by_time():
   one = hlo_kernels.HloKernel("matmul", "a", 3, 10.0, 5.0, 1.0, "x")
   other = hlo_kernels.HloKernel("memory", "b", 1, 7.0, 0.0, 4.0, "y")

@@ -10,6 +10,7 @@ import numpy as np
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.devices import topology
 from paxlike.errors import ArgumentError, UserError
 from paxlike.layers.module import Module
 from paxlike.layers.precision import cpu_dots
@@ -67,6 +68,8 @@ class Rope(Module):
       waves = jax.lax.optimization_barrier(jnp.concatenate([cos, sin], axis=-1))
       cos, sin = jnp.split(waves, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
+    if self._multiplies(x_BTNH):
+      return _rotated(x_BTNH, _twice(cos), _twice(sin))
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
     x_BTNH, others = jnp.split(x_BTNH, [2 * len(self.frequencies)], axis=-1)
     if self.interleaved:
@@ -76,10 +79,47 @@ class Rope(Module):
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, others], axis=-1).astype(dtype)
 
+  def _multiplies(self, x_BTNH: jax.Array) -> bool:
+    """Returns whether a matmul exchanges the halves of heads: on TPUs.
+
+    Else XLA for TPUs writes each half as an array whose last dim it pads to twice its size.
+    """
+    whole = x_BTNH.dtype == jnp.bfloat16 and 2 * len(self.frequencies) == x_BTNH.shape[-1]
+    return whole and not self.interleaved and topology.devices()[0].platform == "tpu"
+
   def rates(self, positions_BT: jax.Array) -> jax.Array:
     """Returns the frequencies, [H/2] or [B, T, H/2], in radians per token."""
     del positions_BT
     return jnp.array(self.frequencies, jnp.float32)
+
+
+def _twice(x: jax.Array) -> jax.Array:
+  """Returns x for both halves of the last dim."""
+  return jnp.concatenate([x, x], axis=-1)
+
+
+@jax.custom_vjp
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Returns the bfloat16 x rotated; the float32 cos and sin, which repeat, get no gradients."""
+  H = x.shape[-1]
+  # The last dim of (first, second) times this is (-second, first), exactly.
+  turn_HH = np.roll(np.eye(H, dtype=np.float32), H // 2, axis=1)
+  turn_HH[H // 2 :] *= -1
+  turned = jnp.dot(x, jnp.asarray(turn_HH, x.dtype), preferred_element_type=jnp.float32)
+  return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
+
+
+def _rotated_backward(
+  waves: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  cos, sin = waves
+  return _rotated(dy, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
+
+
+_rotated.defvjp(
+  lambda x, cos, sin: (_rotated(x, cos, sin), (cos, sin)),
+  _rotated_backward,
+)
 
 
 @configurable

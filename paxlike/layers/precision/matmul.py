@@ -134,59 +134,82 @@ by_form.defvjp(_form_forward, _form_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul(
-  x_MD: jax.Array,
+  x: jax.Array,
   w_DF: jax.Array,
   inputs: tuple[int, ...] = (),
   outputs: tuple[int, ...] = (),
 ) -> Any:
-  """Returns x w [M, F]; `inputs` and `outputs` are the sizes of the dims flattened to D and F."""
-  return _product(x_MD, w_DF, inputs, outputs)
+  """Returns x w, [..., F], for x [..., D].
+
+  Args:
+    x: The input, best as [M, D], or with all its dims if `keeps_dims`.
+    w_DF: The weight.
+    inputs: The sizes of the dims that are flattened to D; empty: one.
+    outputs: The sizes of the dims that are flattened to F; empty: one.
+  """
+  return _product(x, w_DF, inputs, outputs)
+
+
+def keeps_dims() -> bool:
+  """Returns whether matmuls are fastest on unflattened dims (batch, time, heads ...): on TPUs.
+
+  XLA for TPUs writes heads in the layout that attention reads. If the gradient of the weight then
+  reads them as [M, F], XLA copies them. With remat, two matmuls read w, and if one of them reads it
+  as [D, F], XLA all-gathers it in both shapes.
+  """
+  return topology.devices()[0].platform == "tpu"
 
 
 def _forward(
-  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+  x: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   # Does not call `matmul`: remat policies do not see dots inside a custom_vjp (as one row is).
-  return _product(x_MD, w_DF, inputs, outputs), (x_MD, w_DF)
+  return _product(x, w_DF, inputs, outputs), (x, w_DF)
 
 
 def _product(
-  x_MD: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+  x: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> jax.Array:
-  if _keeps_dims(inputs, outputs):
-    return _over(x_MD.reshape(-1, *inputs), w_DF.reshape(*inputs, *outputs), 0)
-  return cpu_dots.dot(x_MD, w_DF, -2) if cpu_dots.on_cpu() else x_MD @ w_DF
+  if x.ndim == 2 and not keeps_dims():
+    return cpu_dots.dot(x, w_DF, -2) if cpu_dots.on_cpu() else x @ w_DF
+  leading = x.shape[:-1]
+  x, w = _split(x, inputs), _split_weight(w_DF, inputs, outputs)
+  of_w = range(x.ndim - len(leading))
+  return _over(x, w, [(len(leading) + n, n) for n in of_w]).reshape(*leading, -1)
 
 
 def _backward(
-  inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy_MF: jax.Array
+  inputs: tuple[int, ...], outputs: tuple[int, ...], saved: Any, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  x_MD, w_DF = saved
-  if cpu_dots.on_cpu():
-    return cpu_dots.dot(dy_MF, w_DF, -1), cpu_dots.dot_of_rows(x_MD, dy_MF)
-  dw_DF = x_MD.T @ dy_MF
-  # Not dy @ w.T: XLA would all-gather w.T in addition to w, which rematerialization needs.
-  if not _keeps_dims(inputs, outputs):
-    return _over(dy_MF, w_DF, 1), dw_DF
-  w = w_DF.reshape(*inputs, *outputs)
-  return _over(dy_MF.reshape(-1, *outputs), w, len(inputs)), dw_DF
+  x, w_DF = saved
+  if x.ndim == 2 and not keeps_dims():
+    if cpu_dots.on_cpu():
+      return cpu_dots.dot(dy, w_DF, -1), cpu_dots.dot_of_rows(x, dy)
+    # Not dy @ w.T: XLA would all-gather w.T in addition to w, which rematerialization needs.
+    return _over(dy, w_DF, [(1, 1)]), x.T @ dy
+  num_leading = x.ndim - 1
+  dy, w = _split(dy, outputs), _split_weight(w_DF, inputs, outputs)
+  of_y = range(dy.ndim - num_leading)
+  first = w.ndim - len(of_y)
+  dx = _over(dy, w, [(num_leading + n, first + n) for n in of_y])
+  dw = _over(_split(x, inputs), dy, [(n, n) for n in range(num_leading)])
+  return dx.reshape(x.shape), dw.reshape(w_DF.shape)
 
 
 matmul.defvjp(_forward, _backward)
 
 
-def _keeps_dims(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-  """Returns whether a dot keeps all dims of the weight: on TPUs, if there are more than two.
-
-  With remat, two matmuls read w; XLA for TPUs moves a reshape of w out of one of them, and then
-  all-gathers w in both shapes.
-  """
-  return len(inputs) + len(outputs) > 2 and topology.devices()[0].platform == "tpu"
+def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+  """Returns x, whose last dim is flattened, with the dims of `sizes` if matmuls keep dims."""
+  return x.reshape(*x.shape[:-1], *sizes) if sizes and keeps_dims() else x
 
 
-def _over(x: jax.Array, w: jax.Array, first: int) -> jax.Array:
-  """Returns x w [M, -1], contracting all dims of x but the first with dims of w from `first` on."""
-  axes = tuple(range(1, x.ndim))
-  dims = ((axes, tuple(first + axis - 1 for axis in axes)), ((), ()))
-  y = jax.lax.dot_general(x, w, dims, preferred_element_type=x.dtype)
-  return y.reshape(len(x), -1)
+def _split_weight(w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> jax.Array:
+  return w_DF.reshape(*inputs, *outputs) if inputs and keeps_dims() else w_DF
+
+
+def _over(x: jax.Array, y: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  """Returns the product of x and y that contracts pairs of (dim of x, dim of y)."""
+  of_x, of_y = zip(*pairs, strict=True)
+  dims = ((of_x, of_y), ((), ()))
+  return jax.lax.dot_general(x, y, dims, preferred_element_type=x.dtype)

@@ -11,6 +11,7 @@ import pytest
 from helpers import hlo
 
 from paxlike.compilation.hlo_text import computations
+from paxlike.devices import topology
 from paxlike.layers import Definition, LongRope, RelativeBias, Rope
 from paxlike.layers.attention import rope
 
@@ -79,6 +80,24 @@ def test_products_depend_on_distance_alone(interleaved):
   assert product(7, 3) == pytest.approx(product(104, 100), rel=1e-4)
   assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-5)
   assert product(7, 3) != pytest.approx(product(7, 4), rel=1e-3)
+
+
+def test_tpus_rotate_exactly_by_a_matmul():
+  """The matmul turns bfloat16 heads; neither they nor their gradients are rounded once more."""
+  random = np.random.default_rng(0)
+  x, dy = jnp.asarray(random.normal(size=(2, 2, 5, 3, 16)), jnp.bfloat16)
+  turn = Rope(16, magnitude=1.5)
+
+  def both():
+    y, backward = jax.vjp(lambda x: turn(x, jnp.array([[3, 4, 5, 0, 1]])), x)
+    return y, *backward(dy)
+
+  expected = both()
+  with topology.target("v5e-4"):
+    assert "dot_general" in str(jax.make_jaxpr(both)())
+    found = both()
+  for one, other in zip(found, expected, strict=True):
+    np.testing.assert_array_equal(one, other)
 
 
 def test_waves_are_not_computed_for_each_head():

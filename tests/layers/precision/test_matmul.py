@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products for experts: each row with its expert's weights, as if it were alone."""
+"""Products of heads are the same on TPUs; each row of experts is multiplied as if it were alone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import jaxprs
 
-from paxlike.layers import Definition, ExpertLinear, Fp8, Int8
+from paxlike.devices import topology
+from paxlike.layers import Definition, ExpertLinear, Fp8, Int8, Linear
 from paxlike.layers.moe.experts import BatchedForm
 from paxlike.layers.precision.matmul import LinearForm
 
@@ -34,6 +36,30 @@ def name(request):
 def arrays(*shapes):
   keys = jax.random.split(jax.random.key(0), len(shapes))
   return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize(
+  ("inputs", "outputs"),
+  [({"model": 6}, {"heads": 2, "head": 4}), ({"heads": 2, "head": 4}, {"model": 6})],
+)
+def test_tpus_multiply_heads_without_flattening_them(inputs, outputs):
+  definition = Definition(Linear(inputs, outputs, role="query"))
+  x, dy, w = arrays(
+    (3, 5, *inputs.values()), (3, 5, *outputs.values()), (*inputs.values(), *outputs.values())
+  )
+
+  def both():
+    y, backward = jax.vjp(lambda x, w: definition.bind({"w": w})(x), x, w)
+    return y, *backward(dy)
+
+  expected = both()
+  with topology.target("v5e-4"):
+    found = both()
+    program = jax.make_jaxpr(both)().jaxpr
+  for one, other in zip(found, expected, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+  dots = [one for one, _ in jaxprs.equations(program) if one.primitive.name == "dot_general"]
+  assert [dot.outvars[0].aval.shape for dot in dots] == [dy.shape, x.shape, w.shape]
 
 
 @pytest.mark.slow
