@@ -9,7 +9,8 @@ MaxText is that of an environment of its own, made by
 
 and --python runs paxlike; its JAX and libtpu should have MaxText's versions. Prints a row for each:
 the medians of CPU-seconds and of resident memory of the whole command, the peak memory of a chip,
-the bytes that it sends in a step, by axes, and how many of them it waits for in loops.
+the bytes that it sends in a step, by axes, how many of them it waits for in loops, and the seconds
+of a step as `--mode=compile` predicts them from a program.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from jax.sharding import Mesh
 from paxlike.compilation import hlo_collectives
 from paxlike.devices import topology
 from paxlike.devices.mesh import MeshSpec
+from paxlike.planning import machines, program_time
 
 
 class Recipe(NamedTuple):
@@ -76,13 +78,14 @@ runpy.run_module("maxtext.trainers.pre_train.train_compile", run_name="__main__"
 
 
 class Compiled(NamedTuple):
-  """What compiling took: CPU-seconds, bytes resident; what a chip takes and sends, in bytes."""
+  """CPU-seconds and resident bytes of compiling; a chip's bytes, and the seconds of its step."""
 
   cpu: float
   resident: float
   peak: float
   sent: dict[str, float]
   waited: float
+  step: float
 
 
 def run(command: list[str]) -> tuple[str, float, float]:
@@ -111,7 +114,8 @@ def paxlike(recipe: Recipe, python: str) -> Compiled:
   for one in found["collectives"]:
     axes = " x ".join(one["axes"])
     sent[axes] = sent.get(axes, 0.0) + one["nbytes"]
-  return Compiled(cpu, resident, found["bytes_per_device"]["peak"], sent, waited)
+  peak, step = found["bytes_per_device"]["peak"], found["predicted"]["program"]["total"]
+  return Compiled(cpu, resident, peak, sent, waited, step)
 
 
 def maxtext(recipe: Recipe, python: str) -> Compiled:
@@ -134,9 +138,13 @@ def maxtext(recipe: Recipe, python: str) -> Compiled:
     axes = " x ".join(one.axes)
     sent[axes] = sent.get(axes, 0.0) + one.nbytes
   overlap = hlo_collectives.overlap(text, mesh)
-  return Compiled(
-    cpu, resident, peak, sent, sum(one.synchronous_nbytes for one in overlap if one.in_loop)
-  )
+  waited = sum(one.synchronous_nbytes for one in overlap if one.in_loop)
+  chips = list(mesh.devices.flat)
+  machine = machines.find(chips[0].device_kind)
+  assert machine is not None
+  with topology.target(recipe.topology):
+    step = program_time.predict(text, chips, machine).total
+  return Compiled(cpu, resident, peak, sent, waited, step)
 
 
 def devices(recipe: Recipe) -> Mesh:
@@ -157,14 +165,14 @@ def main():
   for _ in range(options.rounds):
     found["paxlike"].append(paxlike(recipe, options.python))
     found["MaxText"].append(maxtext(recipe, options.maxtext_python))
-  print("| | CPU-seconds | resident GB | peak GB | GB sent, over axes | GB of it waited for |")
-  print("|---|---:|---:|---:|---:|---:|")
+  print("| | CPU-seconds | resident GB | peak GB | GB sent, over axes | GB waited for | step, s |")
+  print("|---|---:|---:|---:|---:|---:|---:|")
   for name, rounds in found.items():
     one = rounds[0]
     cpu, resident = (statistics.median(values) for values in list(zip(*rounds, strict=True))[:2])
     sent = ", ".join(f"{axes} {n / 1e9:.1f}" for axes, n in one.sent.items() if n > 1e8)
     memory = f"{resident / 1e9:.2f} | {one.peak / 1e9:.2f}"
-    print(f"| {name} | {cpu:.1f} | {memory} | {sent} | {one.waited / 1e9:.1f} |")
+    print(f"| {name} | {cpu:.1f} | {memory} | {sent} | {one.waited / 1e9:.1f} | {one.step:.4g} |")
 
 
 if __name__ == "__main__":

@@ -139,7 +139,10 @@ class _Reader:
     body = self._computations.get(one.called[0], []) if one.called else []
     if not body:
       return _Work("memory", one.target or one.operation, moved)
-    nbytes = _fusion_bytes(body, self._operations(body), operands, outputs)
+    nbytes = _fusion_bytes(body, operands, outputs)
+    if not self._chip.is_gpu and not _updates_in_place(body) and len(arrays) == len(one.operands):
+      read = [self._read(body, place, array) for place, array in enumerate(arrays)]
+      nbytes = sum(shape.nbytes for shape in outputs) + sum(read)
     if not self._chip.is_gpu and (flops := self._fused_flops(body)):
       return self._convolution(one, nbytes, flops)
     group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
@@ -210,14 +213,30 @@ class _Reader:
     """Returns the arrays that are in the device's memory."""
     return shapes if self._chip.is_gpu else [shape for shape in shapes if shape.space != _VECTOR]
 
-  def _operations(self, body: Sequence[Instruction]) -> set[str]:
-    """Returns the operations of a fusion, and of those in it: TPUs nest them."""
-    found = {one.operation for one in body}
+  def _read(self, body: Sequence[Instruction], place: int, operand: Shape) -> int:
+    """Returns the bytes that a fusion reads of its operand at `place`: of slices alone, if all are.
+
+    The TPU compiler nests fusions.
+    """
+    if operand.space == _VECTOR:
+      return 0
+    names, total = set[str](), 0
     for one in body:
-      if one.operation == "fusion":
-        for name in one.called:
-          found |= self._operations(self._computations.get(name, ()))
-    return found
+      if one.operation == "parameter" and one.literal == str(place):
+        names.add(one.name)
+      if names.isdisjoint(one.operands):
+        continue
+      if one.operation == "bitcast":
+        names.add(one.name)
+      elif one.operation in ("dynamic-slice", "gather") and names.isdisjoint(one.operands[1:]):
+        total += one.outputs[0].nbytes
+      elif one.operation == "fusion":
+        inside = self._computations.get(one.called[0], ())
+        places = [n for n, name in enumerate(one.operands) if name in names]
+        total += sum(self._read(inside, n, operand) for n in places)
+      else:
+        return operand.nbytes
+    return min(total, operand.nbytes)
 
   def _fused_flops(self, body: Sequence[Instruction]) -> float:
     """Returns the FLOPs of the matmuls in a fusion, which are convolutions on TPUs."""
@@ -312,15 +331,14 @@ def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> float:
 
 
 def _fusion_bytes(
-  body: Sequence[Instruction],
-  operations: set[str],
-  operands: Sequence[Shape],
-  outputs: Sequence[Shape],
+  body: Sequence[Instruction], operands: Sequence[Shape], outputs: Sequence[Shape]
 ) -> float:
-  """Returns the bytes that a fusion reads and writes.
+  """Returns about how many bytes a fusion reads and writes.
 
-  Of arrays that it slices or updates in place, only the slices count.
+  Of arrays that it updates in place, only the slices count. If it slices any, an operand counts at
+  most twice the largest output.
   """
+  operations = {one.operation for one in body}
   written = sum(shape.nbytes for shape in outputs)
   largest = max((shape.nbytes for shape in outputs), default=0)
   if _updates_in_place(body):

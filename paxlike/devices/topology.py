@@ -30,6 +30,11 @@ def is_gpu() -> bool:
   return devices()[0].platform in ("gpu", "cuda")
 
 
+def is_tpu() -> bool:
+  """Returns whether the target devices, all of one kind, are TPUs."""
+  return devices()[0].platform == "tpu"
+
+
 def check_gpu_share():
   """Raises a UserError if the environment variable for the GPU memory fraction is not positive."""
   given = [name for name in chips.SHARE_NAMES if os.environ.get(name)]

@@ -15,7 +15,7 @@ from paxlike.layers import gradient_order, module
 from paxlike.layers.aux_losses import Aux, add, none
 from paxlike.layers.call_context import Context
 from paxlike.layers.dropout import Dropout
-from paxlike.layers.linear import as_matrix
+from paxlike.layers.linear import flatten_tokens
 from paxlike.layers.mlp import Mlp
 from paxlike.layers.moe.moe import Moe
 from paxlike.layers.per_layer_input import PerLayerInput
@@ -142,10 +142,10 @@ def _logged(name: str, x_BTD: jax.Array, context: Context) -> dict[str, jax.Arra
 def by_token(
   function: Callable[..., jax.Array], *arrays_BTD: jax.Array, time: str = "time"
 ) -> jax.Array:
-  """Returns function(*arrays), [B, T, D], applied to what `as_matrix` makes of them.
+  """Returns function(*arrays), [B, T, D], computed with tokens flattened by `flatten_tokens`.
 
   With three dims, XLA for GPUs changes the memory layout from layer to layer; with two, XLA for
   TPUs copies what attention returns.
   """
-  outputs = function(*(as_matrix(x, time) for x in arrays_BTD))
+  outputs = function(*(flatten_tokens(x, time) for x in arrays_BTD))
   return outputs.reshape(arrays_BTD[0].shape)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
-from paxlike.layers.linear import as_matrix
+from paxlike.layers.linear import flatten_tokens
 from paxlike.layers.lora import EmbeddingLora
 from paxlike.layers.precision import cpu_dots, float32_sums
 from paxlike.layers.precision.matmul import matmul
@@ -65,7 +65,7 @@ class Embedding(module.Module):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits [..., V] for x [..., D]."""
-    tokens = as_matrix(x.astype(self.dtype))
+    tokens = flatten_tokens(x.astype(self.dtype))
     logits: Any = self._logits(tokens, self.table[...].astype(self.dtype))
     if self.lora is not None:
       logits += self.lora.attend(tokens)

@@ -101,7 +101,7 @@ class Linear(module.Module):
   def multiply(self, x: jax.Array) -> jax.Array:
     """Returns [..., F], x times w, for x [..., D]; D and F are flattened dims."""
     w = self.w.get_value()
-    tokens = as_matrix(x, self.time)
+    tokens = flatten_tokens(x, self.time)
     y: Any
     if isinstance(w, Quantized):
       # The backward pass dequantizes again instead of keeping the dense weight.
@@ -136,7 +136,7 @@ class Linear(module.Module):
     return w if self.scale == 1 else w * jnp.asarray(self.scale, w.dtype)
 
 
-def as_matrix(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:
+def flatten_tokens(x: jax.Array, time: mesh.Dim = "time") -> jax.Array:
   """Returns x [..., D] as [M, D]; unchanged on TPUs, or if the mesh shards the dim named `time`.
 
   XLA's matmul libraries for CPUs and GPUs are fastest on 2D operands, whose gradients also need

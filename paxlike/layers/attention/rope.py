@@ -68,7 +68,7 @@ class Rope(Module):
       waves = jax.lax.optimization_barrier(jnp.concatenate([cos, sin], axis=-1))
       cos, sin = jnp.split(waves, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    if self._multiplies(x_BTNH):
+    if self._rotates_by_matmul(x_BTNH):
       return _rotated(x_BTNH, _twice(cos), _twice(sin))
     x_BTNH, dtype = x_BTNH.astype(jnp.float32), x_BTNH.dtype
     x_BTNH, others = jnp.split(x_BTNH, [2 * len(self.frequencies)], axis=-1)
@@ -79,13 +79,15 @@ class Rope(Module):
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*rotated, others], axis=-1).astype(dtype)
 
-  def _multiplies(self, x_BTNH: jax.Array) -> bool:
-    """Returns whether a matmul exchanges the halves of heads: on TPUs.
+  def _rotates_by_matmul(self, x_BTNH: jax.Array) -> bool:
+    """Returns whether a matmul exchanges the halves of heads: on TPUs, in bfloat16.
 
-    Else XLA for TPUs writes each half as an array whose last dim it pads to twice its size.
+    Else XLA for TPUs writes each half as an array, whose last dim it pads to 128 numbers.
     """
-    whole = x_BTNH.dtype == jnp.bfloat16 and 2 * len(self.frequencies) == x_BTNH.shape[-1]
-    return whole and not self.interleaved and topology.devices()[0].platform == "tpu"
+    H = x_BTNH.shape[-1]
+    is_padded = H // 2 % 128 != 0
+    is_whole = 2 * len(self.frequencies) == H and not self.interleaved
+    return is_padded and is_whole and x_BTNH.dtype == jnp.bfloat16 and topology.is_tpu()
 
   def rates(self, positions_BT: jax.Array) -> jax.Array:
     """Returns the frequencies, [H/2] or [B, T, H/2], in radians per token."""
@@ -98,27 +100,24 @@ def _twice(x: jax.Array) -> jax.Array:
   return jnp.concatenate([x, x], axis=-1)
 
 
+# A custom_vjp, so that no remat policy saves the float32 product, and gradients are rounded once.
 @jax.custom_vjp
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Returns the bfloat16 x rotated; the float32 cos and sin, which repeat, get no gradients."""
+  """Returns the bfloat16 x [..., H] rotated.
+
+  cos and sin, float32 [..., H] with two equal halves, have no gradients.
+  """
   H = x.shape[-1]
-  # The last dim of (first, second) times this is (-second, first), exactly.
-  turn_HH = np.roll(np.eye(H, dtype=np.float32), H // 2, axis=1)
-  turn_HH[H // 2 :] *= -1
-  turned = jnp.dot(x, jnp.asarray(turn_HH, x.dtype), preferred_element_type=jnp.float32)
-  return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
-
-
-def _rotated_backward(
-  waves: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  cos, sin = waves
-  return _rotated(dy, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
+  # x times this is (-second half, first half): exactly, if all are finite.
+  rotate_half_HH = np.roll(np.eye(H, dtype=np.float32), H // 2, axis=1)
+  rotate_half_HH[H // 2 :] *= -1
+  other = jnp.dot(x, jnp.asarray(rotate_half_HH, x.dtype), preferred_element_type=jnp.float32)
+  return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
 
 
 _rotated.defvjp(
   lambda x, cos, sin: (_rotated(x, cos, sin), (cos, sin)),
-  _rotated_backward,
+  lambda waves, dy: (_rotated(dy, waves[0], -waves[1]), None, None),
 )
 
 

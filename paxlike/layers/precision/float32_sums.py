@@ -71,7 +71,7 @@ def _is_local(table: jax.Array, ids: jax.Array, dims: mesh.Dims) -> bool:
   if mesh.in_stage():
     return True
   sizes = mesh.sizes_here(mesh.AXES)
-  if not sizes or ids.ndim != 2 or topology.devices()[0].platform != "tpu":
+  if not sizes or ids.ndim != 2 or not topology.is_tpu():
     return False
   of_vocab, of_model = mesh.axes_by_dim(mesh.partition(dims, table.shape, sizes))
   of_ids = mesh.axes_of(mesh.partition(("batch", "time"), ids.shape, sizes))

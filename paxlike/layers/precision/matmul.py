@@ -7,6 +7,7 @@ The `MatmulForm` that it is given knows their shapes, and multiplies them.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -141,11 +142,13 @@ def matmul(
 ) -> Any:
   """Returns x w, [..., F], for x [..., D].
 
+  There is no forward-mode derivative.
+
   Args:
     x: The input, best as [M, D], or with all its dims if `keeps_dims`.
     w_DF: The weight.
-    inputs: The sizes of the dims that are flattened to D; empty: one.
-    outputs: The sizes of the dims that are flattened to F; empty: one.
+    inputs: The sizes of the dims that are flattened to D; empty: one dim.
+    outputs: The sizes of the dims that are flattened to F; empty: one dim.
   """
   return _product(x, w_DF, inputs, outputs)
 
@@ -157,13 +160,13 @@ def keeps_dims() -> bool:
   reads them as [M, F], XLA copies them. With remat, two matmuls read w, and if one of them reads it
   as [D, F], XLA all-gathers it in both shapes.
   """
-  return topology.devices()[0].platform == "tpu"
+  return topology.is_tpu()
 
 
 def _forward(
   x: jax.Array, w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  # Does not call `matmul`: remat policies do not see dots inside a custom_vjp (as one row is).
+  # Does not call `matmul`: remat policies do not see dots inside a custom_vjp.
   return _product(x, w_DF, inputs, outputs), (x, w_DF)
 
 
@@ -172,10 +175,11 @@ def _product(
 ) -> jax.Array:
   if x.ndim == 2 and not keeps_dims():
     return cpu_dots.dot(x, w_DF, -2) if cpu_dots.on_cpu() else x @ w_DF
-  leading = x.shape[:-1]
-  x, w = _split(x, inputs), _split_weight(w_DF, inputs, outputs)
-  of_w = range(x.ndim - len(leading))
-  return _over(x, w, [(len(leading) + n, n) for n in of_w]).reshape(*leading, -1)
+  inputs, outputs = _kept(w_DF, inputs, outputs)
+  *leading, _ = x.shape
+  x, w = x.reshape(*leading, *inputs), w_DF.reshape(*inputs, *outputs)
+  y = _contracted(x, w, [(len(leading) + n, n) for n in range(len(inputs))])
+  return y.reshape(*leading, -1)
 
 
 def _backward(
@@ -186,30 +190,28 @@ def _backward(
     if cpu_dots.on_cpu():
       return cpu_dots.dot(dy, w_DF, -1), cpu_dots.dot_of_rows(x, dy)
     # Not dy @ w.T: XLA would all-gather w.T in addition to w, which rematerialization needs.
-    return _over(dy, w_DF, [(1, 1)]), x.T @ dy
-  num_leading = x.ndim - 1
-  dy, w = _split(dy, outputs), _split_weight(w_DF, inputs, outputs)
-  of_y = range(dy.ndim - num_leading)
-  first = w.ndim - len(of_y)
-  dx = _over(dy, w, [(num_leading + n, first + n) for n in of_y])
-  dw = _over(_split(x, inputs), dy, [(n, n) for n in range(num_leading)])
-  return dx.reshape(x.shape), dw.reshape(w_DF.shape)
+    return _contracted(dy, w_DF, [(1, 1)]), x.T @ dy
+  inputs, outputs = _kept(w_DF, inputs, outputs)
+  *leading, _ = shape = x.shape
+  x, dy = x.reshape(*leading, *inputs), dy.reshape(*leading, *outputs)
+  w = w_DF.reshape(*inputs, *outputs)
+  dx = _contracted(dy, w, [(len(leading) + n, len(inputs) + n) for n in range(len(outputs))])
+  dw = _contracted(x, dy, [(n, n) for n in range(len(leading))])
+  return dx.reshape(shape), dw.reshape(w_DF.shape)
 
 
 matmul.defvjp(_forward, _backward)
 
 
-def _split(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-  """Returns x, whose last dim is flattened, with the dims of `sizes` if matmuls keep dims."""
-  return x.reshape(*x.shape[:-1], *sizes) if sizes and keeps_dims() else x
+def _kept(
+  w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the sizes of the dims of D and of F that matmuls keep."""
+  D, F = w_DF.shape
+  return (inputs or (D,), outputs or (F,)) if keeps_dims() else ((D,), (F,))
 
 
-def _split_weight(w_DF: jax.Array, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> jax.Array:
-  return w_DF.reshape(*inputs, *outputs) if inputs and keeps_dims() else w_DF
-
-
-def _over(x: jax.Array, y: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+def _contracted(x: jax.Array, y: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
   """Returns the product of x and y that contracts pairs of (dim of x, dim of y)."""
-  of_x, of_y = zip(*pairs, strict=True)
-  dims = ((of_x, of_y), ((), ()))
+  dims = (([of_x for of_x, _ in pairs], [of_y for _, of_y in pairs]), ((), ()))
   return jax.lax.dot_general(x, y, dims, preferred_element_type=x.dtype)

@@ -94,10 +94,26 @@ def test_tpus_rotate_exactly_by_a_matmul():
 
   expected = both()
   with topology.target("v5e-4"):
-    assert "dot_general" in str(jax.make_jaxpr(both)())
     found = both()
   for one, other in zip(found, expected, strict=True):
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+  ("options", "head_dim", "dtype", "by_matmul"),
+  [
+    ({}, 64, "bfloat16", True),
+    ({}, 64, "float32", False),  # TPUs would round it.
+    ({}, 256, "bfloat16", False),  # Halves of 128 are not padded.
+    ({"interleaved": True}, 64, "bfloat16", False),
+    ({"share": 0.5}, 64, "bfloat16", False),
+  ],
+)
+def test_tpus_rotate_whole_padded_heads_by_a_matmul(options, head_dim, dtype, by_matmul):
+  x = jax.ShapeDtypeStruct((1, 5, 3, head_dim), dtype)
+  with topology.target("v5e-4"):
+    program = jax.make_jaxpr(lambda x: Rope(head_dim, **options)(x, None))(x)
+  assert ("dot_general" in str(program)) == by_matmul
 
 
 def test_waves_are_not_computed_for_each_head():

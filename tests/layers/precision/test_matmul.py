@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of heads are the same on TPUs; each row of experts is multiplied as if it were alone."""
+"""Products that keep the dims of heads are plain, and so is each row of experts."""
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,21 @@ def arrays(*shapes):
   return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.parametrize("leading", [(3, 5), (5,), ()])
 @pytest.mark.parametrize(
   ("inputs", "outputs"),
-  [({"model": 6}, {"heads": 2, "head": 4}), ({"heads": 2, "head": 4}, {"model": 6})],
+  [
+    ({"model": 6}, {"heads": 2, "head": 4}),
+    ({"heads": 2, "head": 4}, {"model": 6}),
+    ({"heads": 2, "head": 4}, {"groups": 3, "group": 2}),
+  ],
 )
-def test_tpus_multiply_heads_without_flattening_them(inputs, outputs):
+def test_tpus_multiply_heads_without_flattening_them(inputs, outputs, leading):
   definition = Definition(Linear(inputs, outputs, role="query"))
   x, dy, w = arrays(
-    (3, 5, *inputs.values()), (3, 5, *outputs.values()), (*inputs.values(), *outputs.values())
+    (*leading, *inputs.values()),
+    (*leading, *outputs.values()),
+    (*inputs.values(), *outputs.values()),
   )
 
   def both():
