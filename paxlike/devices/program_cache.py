@@ -18,7 +18,7 @@ def enable(folder: str):
     jax.config.update("jax_compilation_cache_dir", folder)
   if _MIN_SECONDS not in os.environ:
     # Caches small programs too: on a small machine, all of them together take as long as the step.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.03)
 
 
 def disable():

@@ -57,8 +57,12 @@ _OF_TPUS = {
 PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
 # By default, LLVM unrolls the loops that draw small arrays of random numbers. These programs then
-# compile for three times as long and run no faster.
-INITIALIZATION_ON_CPU: Options = {"xla_backend_optimization_level": 1}
+# compile for three times as long and run no faster. JAX 0.12 has no other emitters of fusions.
+INITIALIZATION_ON_CPU: Options = {
+  "xla_backend_optimization_level": 1,
+  "xla_cpu_parallel_codegen_split_count": 1,
+  "xla_cpu_use_fusion_emitters": False,
+}
 
 
 def options() -> tuple[Options, list[str]]:
@@ -88,11 +92,15 @@ def prefill_options() -> Options:
 
 def initialization_options() -> Options:
   """Returns the options for programs that initialize weights and the state of an optimizer."""
-  return _not_given(INITIALIZATION_ON_CPU) if topology.devices()[0].platform == "cpu" else {}
+  device = topology.devices()[0]
+  return _known(_not_given(INITIALIZATION_ON_CPU), device) if device.platform == "cpu" else {}
 
 
 def _known(wanted: Options, device: Any) -> Options:
-  return {name: value for name, value in wanted.items() if is_known(name, value, device)}
+  # Each answer takes a compilation, and mostly all are known.
+  if not wanted or are_known(tuple(wanted.items()), device):
+    return wanted
+  return {name: value for name, value in wanted.items() if are_known(((name, value),), device)}
 
 
 def _wanted(device: Any, num_devices: int) -> Options:
@@ -114,14 +122,14 @@ def _not_given(ours: Options) -> Options:
 
 
 @functools.cache
-def is_known(name: str, value: Any, device: Any) -> bool:
-  """Returns whether the compiler for `device` has an option of this name and value."""
+def are_known(wanted: tuple[tuple[str, Any], ...], device: Any) -> bool:
+  """Returns whether the compiler for `device` has all options of these names and values."""
   # XLA accepts the GPU options on any platform; only libtpu accepts those for TPUs.
   where = jax.sharding.SingleDeviceSharding(device) if device.platform == "tpu" else None
   lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "int32", sharding=where))
   try:
     with program_cache.usable(device):
-      lowered.compile(compiler_options={name: value})
+      lowered.compile(compiler_options=dict(wanted))
   except jax.errors.JaxRuntimeError as error:
     if not re.search("No such compile option|is not a valid enum value", str(error)):
       raise

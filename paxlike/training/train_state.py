@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -203,38 +203,78 @@ def init_params(
   Initial weights are then the same in every layout and on every mesh, and adding a weight changes
   no other. `names` selects weights; None: all. It is not to be traced: it gives XLA options.
   """
-  root = jax.random.key(seed)
   layout = layout_of(definition.module)
+  given = given or {}
+  wanted = definition.weights if names is None else names
+  specs = {name: definition.weights[name] for name in wanted}
+  sources = {name: _source(name, specs[name], layout) for name in specs if name not in given}
+  keys = _keys(seed, sources)
   params: Params = {}
-  for name in definition.weights if names is None else names:
-    if given and name in given:
+  for name, spec in specs.items():
+    if name in given:
       params[name] = given[name]
-      continue
-    spec = definition.weights[name]
-    draw, code, layers = _drawing(name, spec, layout, mesh)
-    params[name] = spec.stored(draw(root, code, layers))
+    else:
+      draw = _drawing(name, spec, layout, mesh)
+      params[name] = spec.stored(draw(keys[name], sources[name].layers))
   return params
 
 
 def trace_init(definition: Definition, mesh: Mesh):
   """Traces the initializer of each weight, so that its errors appear early."""
-  root = jax.eval_shape(lambda: jax.random.key(0))
+  key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
   layout = layout_of(definition.module)
   for name, spec in definition.weights.items():
-    draw, code, layers = _drawing(name, spec, layout, mesh)
-    draw.eval_shape(root, code, layers)
+    layers = _source(name, spec, layout).layers
+    keys = jax.ShapeDtypeStruct((len(layers), *key.shape), key.dtype)
+    _drawing(name, spec, layout, mesh).eval_shape(keys, layers)
 
 
-def _drawing(
-  name: str, spec: WeightSpec, layout: Layout, mesh: Mesh
-) -> tuple[Any, np.uint32, np.ndarray]:
-  """Returns (draw, code, layers): draw(root key, code, layers) initializes a weight."""
+class _Source(NamedTuple):
+  """What the keys of a weight are made of: a hash of its name, and the layers that it holds."""
+
+  code: int
+  layers: np.ndarray
+
+
+def _source(name: str, spec: WeightSpec, layout: Layout) -> _Source:
   location = layout.locate(name)
   template, layers = (location.template, location.layers) if location else (name, (0,))
   if location and spec.padding:
     held = dict(zip(location.indexes, location.layers, strict=True))
     layers = tuple(held.get(index, _PADDING) for index in range(spec.shape[0]))
-  draw = _drawer(
+  return _Source(zlib.crc32(template.encode()), np.array(layers, np.int32))
+
+
+def _keys(seed: int, sources: Mapping[str, _Source]) -> dict[str, np.ndarray]:
+  """Returns the data of the keys of each weight, a row for each of its layers.
+
+  One program makes them all. If each weight's program made its own, it would compile for a half
+  longer. The number of keys is rounded up, so that most models share the program.
+  """
+  rows = [(source.code, layer) for source in sources.values() for layer in source.layers]
+  table = np.zeros((max(64, 1 << len(rows).bit_length()), 2), np.int64)
+  table[: len(rows)] = np.reshape(rows, (-1, 2))
+  codes, layers = table[:, 0].astype(np.uint32), table[:, 1].astype(np.int32)
+  data = iter(np.asarray(_folder()(jax.random.key(seed), codes, layers)))
+  return {name: np.stack([next(data) for _ in source.layers]) for name, source in sources.items()}
+
+
+@functools.cache
+def _folder():
+  """Returns the jitted fold(root key, codes[N], layers[N]): the data of N keys."""
+
+  def fold(root: jax.Array, code: jax.Array, layer: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(root, code), layer)
+    return jax.random.key_data(key)
+
+  options = xla_flags.initialization_options()
+  return jax.jit(jax.vmap(fold, (None, 0, 0)), compiler_options=options)
+
+
+def _drawing(name: str, spec: WeightSpec, layout: Layout, mesh: Mesh) -> Any:
+  """Returns draw(data of keys, layers), which initializes a weight."""
+  location = layout.locate(name)
+  return _drawer(
     _hashable(spec.init),
     spec.shape,
     spec.fan_in,
@@ -243,7 +283,6 @@ def _drawing(
     spec.padding > 0,
     mesh_lib.sharding(mesh, spec.dims, spec.shape),
   )
-  return draw, np.uint32(zlib.crc32(template.encode())), np.array(layers, np.int32)
 
 
 @functools.cache
@@ -261,14 +300,14 @@ def _drawer(
 
   def one(key: jax.Array, layer: jax.Array) -> jax.Array:
     per_layer = shape[1:] if stacked else shape
-    drawn = function(jax.random.fold_in(key, layer), per_layer, fan_in, **dict(keywords))
+    drawn = function(key, per_layer, fan_in, **dict(keywords))
     if padded:  # Zeros stay zeros: they get no gradient.
       drawn = jnp.where(layer == _PADDING, 0, drawn)
     return drawn.astype(dtype)
 
-  def draw(root: jax.Array, code: jax.Array, layers: jax.Array) -> jax.Array:
-    key = jax.random.fold_in(root, code)
-    return jax.vmap(one, (None, 0))(key, layers) if stacked else one(key, layers[0])
+  def draw(data: jax.Array, layers: jax.Array) -> jax.Array:
+    keys = jax.random.wrap_key_data(data)
+    return jax.vmap(one)(keys, layers) if stacked else one(keys[0], layers[0])
 
   options = xla_flags.initialization_options()
   return jax.jit(draw, out_shardings=where, compiler_options=options)

@@ -43,8 +43,8 @@ def test_only_programs_of_attached_devices_are_kept(folder, used_before):
   assert bool(kept) is used_before
   with topology.target("v5e-4"):
     (device, *_) = topology.devices()
-    xla_flags.is_known.cache_clear()
-    assert xla_flags.is_known("xla_tpu_scoped_vmem_limit_kib", 1024, device)
+    xla_flags.are_known.cache_clear()
+    assert xla_flags.are_known((("xla_tpu_scoped_vmem_limit_kib", 1024),), device)
   assert set(folder.iterdir()) == kept
   with program_cache.usable(jax.devices()[0]):
     _compile(3)

@@ -49,7 +49,9 @@ def test_the_order_on_cpus_that_the_user_gives_wins(monkeypatch, flag):
 def test_initial_states_on_cpus_have_options_that_the_user_may_give(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "")
   ours = xla_flags.initialization_options()
-  assert ours and all(xla_flags.is_known(*option, jax.devices()[0]) for option in ours.items())
+  assert ours and xla_flags.are_known(tuple(ours.items()), jax.devices()[0])
+  monkeypatch.setitem(xla_flags.INITIALIZATION_ON_CPU, "xla_no_such_option", True)
+  assert xla_flags.initialization_options() == ours
   monkeypatch.setenv("XLA_FLAGS", " ".join(f"--{name}=0" for name in ours))
   assert not xla_flags.initialization_options()
   with topology.target("h200-1"):
@@ -57,6 +59,7 @@ def test_initial_states_on_cpus_have_options_that_the_user_may_give(monkeypatch)
     assert not xla_flags.initialization_options()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v4-8", "v5e-4", "v5p-128", "v6e-4", "v7x-8"])
 def test_libtpu_takes_the_options_for_several_tpus(target):
   with topology.target(target):

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import zlib
+
 import jax
 import numpy as np
 import pytest
@@ -41,6 +43,19 @@ def test_a_deeper_model_begins_with_the_same_layers_and_no_two_are_alike():
   assert len(set(weights)) == len(weights)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_weight_is_drawn_from_the_seed_its_name_and_its_layer(scan):
+  definition = tiny(num_layers=3, scan=scan)
+  specs = {}
+  for name, spec in definition.weights.items():
+    location = layout_of(definition.module).locate(name)
+    specs[location.template if location else name] = spec
+  for (name, layer), value in drawn(definition, MeshSpec(ici=(2, 2, 2))).items():
+    key = jax.random.fold_in(jax.random.key(3), zlib.crc32(name.encode()))
+    alone = specs[name].init(jax.random.fold_in(key, layer), value.shape, specs[name].fan_in)
+    np.testing.assert_allclose(value, alone, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
 def test_weights_have_the_spread_asked_for():
   params = drawn(tiny(), MeshSpec(ici=(1, 1, 1)), jax.devices()[:1])
   for (name, _), value in params.items():
@@ -69,8 +84,10 @@ def test_the_options_of_initializations_change_weights_by_rounding_alone(monkeyp
   monkeypatch.setenv("XLA_FLAGS", "")
   assert xla_flags.initialization_options()
   train_state._drawer.cache_clear()
+  train_state._folder.cache_clear()
   try:
     for name, value in drawn(tiny(), spec, devices).items():
       np.testing.assert_allclose(value, without[name], rtol=1e-5, atol=1e-7)
   finally:
     train_state._drawer.cache_clear()
+    train_state._folder.cache_clear()
