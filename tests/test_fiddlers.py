@@ -2,9 +2,11 @@
 import fiddle as fdl
 import jax.numpy as jnp
 import pytest
+from fiddle import selectors
 
 from paxlike import fiddlers, layers, registry
 from paxlike.errors import UserError
+from paxlike.training import optimizers
 
 
 @pytest.fixture
@@ -17,6 +19,16 @@ def test_select_finds_by_type_and_role(graph):
   assert sorted(roles) == ["down", "key", "output", "query", "up", "value"]
   chosen = fiddlers.select(graph, layers.Linear, "up", "query")
   assert {linear.role for linear in chosen} == {"up", "query"}
+
+
+@pytest.mark.parametrize("name", ["Mixtral8x7B", "NemotronH_47B", "Gemma4_E2B"])
+@pytest.mark.parametrize("kind", [layers.Linear, layers.Module, optimizers.adamw])
+def test_select_finds_what_the_selectors_of_fiddle_find(name, kind):
+  graph = registry.find(name)().trainer()
+  expected = list(selectors.select(graph, kind, check_nonempty=False))
+  found = list(fiddlers.select(graph, kind))
+  assert found and len(found) == len(expected)
+  assert all(one is other for one, other in zip(found, expected, strict=True))
 
 
 def test_precision_reaches_every_layer_that_computes(graph):
