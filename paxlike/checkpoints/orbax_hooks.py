@@ -21,6 +21,9 @@ from paxlike.processes import verdicts
 
 _FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,9})")
 _LAST = 2**31 - 1  # The step counter is int32.
+# Of an array that several devices hold, each device writes a slice of at least so many bytes. The
+# first save compiles a program for each shape and place of a slice.
+_LEAST_SLICE = 1 << 24
 
 
 class Unwritable(UserError):
@@ -78,7 +81,9 @@ def handlers(index: int) -> Any:
     def __init__(self):
       super().__init__()
       # Trained float32 is hardly compressible, and to try doubles the CPU-seconds of a save.
-      self._impl = ocp.PyTreeCheckpointHandler(use_compression=False)
+      self._impl = ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=_arrays()
+      )
 
     async def async_save(self, directory: epath.Path, *unused: Any, **given: Any) -> list[Any]:
       futures = await super().async_save(directory, *unused, **given) or []
@@ -94,6 +99,15 @@ def handlers(index: int) -> Any:
   for item in ("metadata", "train_input"):
     registry.add(item, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
   return registry
+
+
+def _arrays() -> Any:
+  """Returns Orbax's registry of the one type in a state: JAX's arrays."""
+  import jax
+  import orbax.checkpoint as ocp
+
+  arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_SLICE)
+  return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
 
 
 def options(

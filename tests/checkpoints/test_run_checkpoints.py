@@ -16,6 +16,7 @@ from helpers.tiny_model import place
 
 from paxlike.checkpoints import orbax_hooks
 from paxlike.checkpoints.run_checkpoints import Checkpoints
+from paxlike.devices.mesh import MeshSpec
 from paxlike.errors import UserError
 
 
@@ -47,6 +48,26 @@ def test_arrays_are_not_compressed(saved):
   assert sum(path.stat().st_size for path in files) > 4_000_000
 
 
+def test_only_large_arrays_are_cut_into_a_slice_for_each_device(saved, monkeypatch):
+  """Each shape and place of a slice takes a compilation, in which training waits."""
+  cut = []
+  monkeypatch.setattr(orbax_hooks, "_LEAST_SLICE", 1 << 14)
+  slice_in_dim = jax.lax.slice_in_dim
+  monkeypatch.setattr(
+    jax.lax,
+    "slice_in_dim",
+    lambda x, *given, **by: cut.append(x.nbytes) or slice_in_dim(x, *given, **by),
+  )
+  everywhere = MeshSpec(ici=(8, 1, 1)).build()
+  whole = jax.sharding.NamedSharding(everywhere, jax.sharding.PartitionSpec())
+  small, large = np.ones((8, 128)), np.arange(8 * 4096).reshape(8, 4096)
+  state = {name: jax.device_put(x.astype("f4"), whole) for name, x in [("s", small), ("l", large)]}
+  save(saved, 1, state)
+  assert cut == [large.size * 4] * 8
+  restored = saved.at(1).restore(target_of(state), layout=FLAT)
+  assert_bitwise(restored.state, state)
+
+
 def test_the_newest_are_kept(saved):
   for step in range(1, 6):
     save(saved, step)
@@ -59,6 +80,7 @@ def cut(path):
 
 
 # Orbax leaves coroutines behind that fail when they are collected: here, and in no later test.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("item", ["state", "metadata", "train_input"])
 @pytest.mark.parametrize("damage", [cut, pathlib.Path.unlink])
