@@ -87,6 +87,7 @@ def read_names(cls: type[Experiment]) -> frozenset[str]:
   return frozenset(read)
 
 
+@pytest.mark.slow
 def test_every_knob_is_read():
   unread = {}  # By the class that declares it: a mistake there is one of all that inherit it.
   for cls in EXPERIMENTS.values():
@@ -109,6 +110,7 @@ def test_every_knob_is_documented(owner):
   )
 
 
+@pytest.mark.slow
 @every_experiment
 def test_parameters_are_affine_in_repeats_of_the_pattern(cls):
   stack = cls().stack()
@@ -118,6 +120,7 @@ def test_parameters_are_affine_in_repeats_of_the_pattern(cls):
   assert counts[2] - counts[1] == 2 * (counts[1] - counts[0]) > 0
 
 
+@pytest.mark.slow
 @every_experiment
 def test_both_layouts_have_the_same_parameters(cls):
   counts, graph = [], cls(NUM_LAYERS=5).trainer()

@@ -54,6 +54,7 @@ def advised(error):
   return shlex.split(re.findall(r"(?:Did you mean(?: the knob)?) (.+?)\??$", line)[-1])
 
 
+@pytest.mark.slow
 def test_experiments_of_the_folder_are_listed_and_not_imported(home, capsys):
   names = [found.name for found in local_experiments.find()]
   expected = ["hinted.Base", "hinted.Mine", "parts.inner.Inner", "parts.inner.Plain"]

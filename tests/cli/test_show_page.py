@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
 
+import pytest
+
 from paxlike import registry
 from paxlike.cli import show_page
 
@@ -26,6 +28,7 @@ def test_dims_that_an_axis_does_not_divide_are_told():
   assert "not divided" not in shown("Synthetic126M", ICI_MESH_SHAPE=(1, 4, 2))
 
 
+@pytest.mark.slow
 def test_every_experiment_is_listed():
   text = show_page.experiments()
   assert re.search(r"^Synthetic126M +125,262,336 ", text, re.MULTILINE)

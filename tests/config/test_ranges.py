@@ -74,11 +74,13 @@ def test_float32_keeps_floats_apart_from_the_bounds_that_they_exclude(name):
     assert all((number < one) == (held < one) for one in (0, 0.5, 1))
 
 
+@pytest.mark.slow
 @every_experiment
 def test_graphs_fit_their_annotations(cls):
   graph_types.check(cls().trainer())
 
 
+@pytest.mark.slow
 def test_every_number_of_a_graph_has_a_range():
   """Sizes are bound in factories, whose other arguments the parent gives."""
   found = set()

@@ -158,6 +158,7 @@ def test_edits_that_leave_logits_alone_are_exported(tmp_path):
   assert export(tmp_path / "run") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_knobs_that_leave_logits_alone_are_exported(tmp_path, family):
   """Of a training run with everything on."""

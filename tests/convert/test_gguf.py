@@ -60,6 +60,7 @@ def reloaded(folder, *, config=False):
   ).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_from_the_file(tmp_path, name):
   theirs = exported(tmp_path, name, "--to_format=gguf", **MODELS[name])

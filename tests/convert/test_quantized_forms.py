@@ -26,6 +26,7 @@ def export(folder, name, *flags):
   return run(["--from=paxlike", *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_what_is_exported_is_what_was_trained(folder, name):
   assert export(folder, name) == 0

@@ -97,6 +97,7 @@ def test_transformers_reads_them_in_that_order(tmp_path):
     (tmp_path / place).unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("value", "dtype", "fits"),
   [

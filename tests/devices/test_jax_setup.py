@@ -60,6 +60,7 @@ print(statistics.median_low(counts))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(malloc._function("mallopt") is None, reason="needs glibc")
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="keeps no heap beside GPUs")
 def test_a_program_for_one_cpu_uses_the_memory_of_its_last_call_again():

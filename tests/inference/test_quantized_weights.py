@@ -87,6 +87,7 @@ def test_what_is_held_decodes_as_what_is_made_of_it(name):
     np.testing.assert_allclose(text.log_probabilities, other.log_probabilities, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_prompt_never_needs_the_weights_of_all_layers_at_once(monkeypatch):
   graph = registry.find("SyntheticLLaMA7B")(
     NUM_LAYERS=8, MODEL_DIMS=256, HIDDEN_DIMS=512, NUM_HEADS=2, VOCAB_SIZE=64

@@ -22,6 +22,7 @@ def manifest(capsys: pytest.CaptureFixture, *flags: str) -> Any:
   return yaml.safe_load(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "flags",
   [

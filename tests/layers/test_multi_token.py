@@ -173,6 +173,7 @@ def test_flops_are_counted(kind):
   assert more.full - plain.full == 3 * 2 * (block + scores + projection + 2 * 32 * VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "kind"), [(name, KINDS[place % 2]) for place, name in enumerate(ONE_OF_EACH)]
 )

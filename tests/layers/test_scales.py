@@ -71,6 +71,7 @@ def scales(graph):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("kind", ["standard", "completep"])
 def test_they_multiply_the_scales_that_a_family_and_a_parametrization_have(name, kind):

@@ -14,6 +14,7 @@ from paxlike.layers import Context, ShortConv
 from paxlike.layers.recurrent import chunk_scan, delta_rule, shards, ssd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_packed_sequence_equals_its_documents_alone(name, shape):

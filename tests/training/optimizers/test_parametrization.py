@@ -50,6 +50,7 @@ def test_muon_s_rates_shrink_by_how_its_steps_grow():
     assert made.rate(specs["head.w"]) == 1 / 4  # By AdamW.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_base_model_itself_is_unchanged(optimizer):
   knobs = {"OPTIMIZER": optimizer, "MODEL_DIMS": 64, "NUM_HEADS": 8, "NUM_LAYERS": 2}
@@ -100,6 +101,7 @@ def test_every_family_takes_a_parametrization(name):
   assert fdl.build(graph).definition.num_params > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Speedrun", "Gemma2_2B", "SyntheticLLaMA7B", "Gpt3_52k"])
 def test_initial_weights_shrink_by_the_root_of_the_width(name):
   """Whatever they were drawn by: a given deviation, or one that is derived from the inputs."""
