@@ -298,6 +298,7 @@ def test_what_only_looks_like_a_checkpoint_prevents_nothing(tmp_path):
   assert saved.steps() == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "place",
   [{"position": -1}, {"position": 2**50}, {"position": 1.5}, {"epoch": -1}, {"epoch": None}],

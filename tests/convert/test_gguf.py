@@ -71,6 +71,7 @@ def test_transformers_computes_the_same_from_the_file(tmp_path, name):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16"])
 def test_matrices_are_rounded_and_vectors_are_not(tmp_path, kind):
   theirs = exported(tmp_path, "llama", *exports.GGUF[kind], **WIDE)

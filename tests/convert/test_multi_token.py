@@ -103,6 +103,7 @@ def test_losses_equal_hugging_face_and_the_way_back_is_exact(tmp_path):
   assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == DEPTHS
 
 
+@pytest.mark.slow
 def test_layers_that_a_configuration_declares_may_not_be_there(tmp_path):
   source = tmp_path / "theirs"
   save_random("deepseek_v3", source)

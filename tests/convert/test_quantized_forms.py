@@ -40,6 +40,7 @@ def test_what_is_exported_is_what_was_trained(folder, name):
   np.testing.assert_allclose(logits(*imported(back), TOKENS), expected, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "form", "said"),
   [
