@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
 import fiddle as fdl
 import jax.numpy as jnp
+import optax
 import pytest
 from fiddle import selectors
 
 from paxlike import fiddlers, layers, registry
 from paxlike.errors import UserError
-from paxlike.training import optimizers
 
 
 @pytest.fixture
@@ -21,8 +23,8 @@ def test_select_finds_by_type_and_role(graph):
   assert {linear.role for linear in chosen} == {"up", "query"}
 
 
-@pytest.mark.parametrize("name", ["Mixtral8x7B", "NemotronH_47B", "Gemma4_E2B"])
-@pytest.mark.parametrize("kind", [layers.Linear, layers.Module, optimizers.adamw])
+@pytest.mark.parametrize("name", ["Mixtral8x7B", "NemotronH_47B", "DeepSeekV32", "Pile5B"])
+@pytest.mark.parametrize("kind", [layers.Linear, layers.Module])
 def test_select_finds_what_the_selectors_of_fiddle_find(name, kind):
   graph = registry.find(name)().trainer()
   expected = list(selectors.select(graph, kind, check_nonempty=False))
@@ -81,6 +83,16 @@ def test_a_rate_that_is_a_number_is_a_schedule_to_change(graph):
   schedules = []
   fiddlers.change_rate(graph, schedules.append)
   assert schedules[0](7) == 0.01
+
+
+def test_a_rate_is_changed_with_the_arguments_that_it_had(graph):
+  def warm(learning_rate: float):
+    return optax.constant_schedule(learning_rate)
+
+  graph.optimizer.learning_rate = fdl.Config(warm, learning_rate=1e-3)
+  fiddlers.change_rate(graph, lambda schedule: lambda step: schedule(step) / 2)
+  changed: Any = graph.optimizer.learning_rate
+  assert changed(0) == 5e-4
 
 
 def test_a_kernel_that_is_none_is_said(graph):

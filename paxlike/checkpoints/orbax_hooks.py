@@ -21,9 +21,10 @@ from paxlike.processes import verdicts
 
 _FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,9})")
 _LAST = 2**31 - 1  # The step counter is int32.
-# Of an array that several devices hold, each device writes a slice of at least so many bytes. The
-# first save compiles a program for each shape and place of a slice.
-_LEAST_SLICE = 1 << 24
+# An array that all devices hold is written in slices, one by each, if it has so many bytes; others
+# are written whole by one. A program is compiled for each shape and place of a slice, at the first
+# save, while training waits.
+_LEAST_SLICED = 1 << 27
 
 
 class Unwritable(UserError):
@@ -102,11 +103,15 @@ def handlers(index: int) -> Any:
 
 
 def _arrays() -> Any:
-  """Returns Orbax's registry of the one type in a state: JAX's arrays."""
+  """Returns Orbax's registry of types with JAX's arrays alone, of which a state consists.
+
+  By default, Orbax also writes the shapes of what each process has written, which nothing reads.
+  """
   import jax
   import orbax.checkpoint as ocp
 
-  arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_SLICE)
+  least = _LEAST_SLICED // jax.device_count()
+  arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=least)
   return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
 
 

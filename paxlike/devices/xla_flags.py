@@ -57,7 +57,8 @@ _OF_TPUS = {
 PREFILL_ON_CPU: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _FORMER_NAME = "xla_cpu_enable_concurrency_optimized_scheduler"
 # By default, LLVM unrolls the loops that draw small arrays of random numbers. These programs then
-# compile for three times as long and run no faster. JAX 0.12 has no other emitters of fusions.
+# compile for three times as long and run no faster; nor do the newer emitters of fusions make them
+# faster (JAX 0.12 has no others), or parts that are compiled by several threads.
 INITIALIZATION_ON_CPU: Options = {
   "xla_backend_optimization_level": 1,
   "xla_cpu_parallel_codegen_split_count": 1,
@@ -97,9 +98,9 @@ def initialization_options() -> Options:
 
 
 def _known(wanted: Options, device: Any) -> Options:
-  # Each answer takes a compilation, and mostly all are known.
+  # Each answer takes a compilation, and usually all are known.
   if not wanted or are_known(tuple(wanted.items()), device):
-    return wanted
+    return dict(wanted)
   return {name: value for name, value in wanted.items() if are_known(((name, value),), device)}
 
 

@@ -208,7 +208,7 @@ def init_params(
   wanted = definition.weights if names is None else names
   specs = {name: definition.weights[name] for name in wanted}
   sources = {name: _source(name, specs[name], layout) for name in specs if name not in given}
-  keys = _keys(seed, sources)
+  keys = _keys(seed, sources, mesh)
   params: Params = {}
   for name, spec in specs.items():
     if name in given:
@@ -230,7 +230,7 @@ def trace_init(definition: Definition, mesh: Mesh):
 
 
 class _Source(NamedTuple):
-  """What the keys of a weight are made of: a hash of its name, and the layers that it holds."""
+  """What the keys of a weight are made of: a hash of its template, and the layers it holds."""
 
   code: int
   layers: np.ndarray
@@ -245,30 +245,35 @@ def _source(name: str, spec: WeightSpec, layout: Layout) -> _Source:
   return _Source(zlib.crc32(template.encode()), np.array(layers, np.int32))
 
 
-def _keys(seed: int, sources: Mapping[str, _Source]) -> dict[str, np.ndarray]:
+def _keys(seed: int, sources: Mapping[str, _Source], mesh: Mesh) -> dict[str, np.ndarray]:
   """Returns the data of the keys of each weight, a row for each of its layers.
 
-  One program makes them all. If each weight's program made its own, it would compile for a half
-  longer. The number of keys is rounded up, so that most models share the program.
+  One program makes them all: it would be a third of the compilation of each weight's own. The
+  number of keys is rounded up, so that most models share the program.
   """
+  if not sources:
+    return {}
   rows = [(source.code, layer) for source in sources.values() for layer in source.layers]
   table = np.zeros((max(64, 1 << len(rows).bit_length()), 2), np.int64)
   table[: len(rows)] = np.reshape(rows, (-1, 2))
   codes, layers = table[:, 0].astype(np.uint32), table[:, 1].astype(np.int32)
-  data = iter(np.asarray(_folder()(jax.random.key(seed), codes, layers)))
+  data = iter(np.asarray(_key_program(mesh)(jax.random.key(seed), codes, layers)))
   return {name: np.stack([next(data) for _ in source.layers]) for name, source in sources.items()}
 
 
 @functools.cache
-def _folder():
+def _key_program(mesh: Mesh):
   """Returns the jitted fold(root key, codes[N], layers[N]): the data of N keys."""
 
   def fold(root: jax.Array, code: jax.Array, layer: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.fold_in(root, code), layer)
     return jax.random.key_data(key)
 
-  options = xla_flags.initialization_options()
-  return jax.jit(jax.vmap(fold, (None, 0, 0)), compiler_options=options)
+  return jax.jit(
+    jax.vmap(fold, (None, 0, 0)),
+    out_shardings=NamedSharding(mesh, PartitionSpec()),  # Each process reads all.
+    compiler_options=xla_flags.initialization_options(),
+  )
 
 
 def _drawing(name: str, spec: WeightSpec, layout: Layout, mesh: Mesh) -> Any:

@@ -49,9 +49,9 @@ def test_arrays_are_not_compressed(saved):
 
 
 def test_only_large_arrays_are_cut_into_a_slice_for_each_device(saved, monkeypatch):
-  """Each shape and place of a slice takes a compilation, in which training waits."""
+  """Each shape and place of a slice takes a compilation, while training waits."""
   cut = []
-  monkeypatch.setattr(orbax_hooks, "_LEAST_SLICE", 1 << 14)
+  monkeypatch.setattr(orbax_hooks, "_LEAST_SLICED", 1 << 16)
   slice_in_dim = jax.lax.slice_in_dim
   monkeypatch.setattr(
     jax.lax,

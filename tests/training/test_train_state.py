@@ -84,10 +84,10 @@ def test_the_options_of_initializations_change_weights_by_rounding_alone(monkeyp
   monkeypatch.setenv("XLA_FLAGS", "")
   assert xla_flags.initialization_options()
   train_state._drawer.cache_clear()
-  train_state._folder.cache_clear()
+  train_state._key_program.cache_clear()
   try:
     for name, value in drawn(tiny(), spec, devices).items():
       np.testing.assert_allclose(value, without[name], rtol=1e-5, atol=1e-7)
   finally:
     train_state._drawer.cache_clear()
-    train_state._folder.cache_clear()
+    train_state._key_program.cache_clear()
