@@ -21,9 +21,9 @@ from paxlike.processes import verdicts
 
 _FOLDER = re.compile(r"checkpoint_([0-9]{8}|[1-9][0-9]{8,9})")
 _LAST = 2**31 - 1  # The step counter is int32.
-# An array that all devices hold is written in slices, one by each, if it has so many bytes; others
-# are written whole by one. A program is compiled for each shape and place of a slice, at the first
-# save, while training waits.
+# Where several devices hold the same shard of an array, each writes a slice of the shard if the
+# array has so many bytes; otherwise one writes it whole. A program is compiled for each shape and
+# place of a slice, at the first save, while training waits.
 _LEAST_SLICED = 1 << 27
 
 

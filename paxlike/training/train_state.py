@@ -214,7 +214,7 @@ def init_params(
     if name in given:
       params[name] = given[name]
     else:
-      draw = _drawing(name, spec, layout, mesh)
+      draw = _drawing(spec, sources[name], mesh)
       params[name] = spec.stored(draw(keys[name], sources[name].layers))
   return params
 
@@ -224,16 +224,23 @@ def trace_init(definition: Definition, mesh: Mesh):
   key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
   layout = layout_of(definition.module)
   for name, spec in definition.weights.items():
-    layers = _source(name, spec, layout).layers
-    keys = jax.ShapeDtypeStruct((len(layers), *key.shape), key.dtype)
-    _drawing(name, spec, layout, mesh).eval_shape(keys, layers)
+    source = _source(name, spec, layout)
+    keys = jax.ShapeDtypeStruct((len(source.layers), *key.shape), key.dtype)
+    _drawing(spec, source, mesh).eval_shape(keys, source.layers)
 
 
 class _Source(NamedTuple):
-  """What the keys of a weight are made of: a hash of its template, and the layers it holds."""
+  """What the keys of a weight are made of.
+
+  Attributes:
+    code: A hash of the weight's template.
+    layers: The layers that it holds, int32; `_PADDING` in place of none.
+    stacked: Whether it has a leading dim of layers.
+  """
 
   code: int
   layers: np.ndarray
+  stacked: bool
 
 
 def _source(name: str, spec: WeightSpec, layout: Layout) -> _Source:
@@ -242,14 +249,15 @@ def _source(name: str, spec: WeightSpec, layout: Layout) -> _Source:
   if location and spec.padding:
     held = dict(zip(location.indexes, location.layers, strict=True))
     layers = tuple(held.get(index, _PADDING) for index in range(spec.shape[0]))
-  return _Source(zlib.crc32(template.encode()), np.array(layers, np.int32))
+  stacked = location is not None and location.stacked
+  return _Source(zlib.crc32(template.encode()), np.array(layers, np.int32), stacked)
 
 
 def _keys(seed: int, sources: Mapping[str, _Source], mesh: Mesh) -> dict[str, np.ndarray]:
   """Returns the data of the keys of each weight, a row for each of its layers.
 
-  One program makes them all: it would be a third of the compilation of each weight's own. The
-  number of keys is rounded up, so that most models share the program.
+  One program makes them all. In the program of each weight, its keys would take a third of the
+  compilation. The number of keys is rounded up, so that most models share the program.
   """
   if not sources:
     return {}
@@ -276,15 +284,14 @@ def _key_program(mesh: Mesh):
   )
 
 
-def _drawing(name: str, spec: WeightSpec, layout: Layout, mesh: Mesh) -> Any:
+def _drawing(spec: WeightSpec, source: _Source, mesh: Mesh) -> Any:
   """Returns draw(data of keys, layers), which initializes a weight."""
-  location = layout.locate(name)
   return _drawer(
     _hashable(spec.init),
     spec.shape,
     spec.fan_in,
     spec.stored_dtype,
-    location is not None and location.stacked,
+    source.stacked,
     spec.padding > 0,
     mesh_lib.sharding(mesh, spec.dims, spec.shape),
   )
