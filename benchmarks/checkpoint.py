@@ -4,8 +4,9 @@
     python benchmarks/checkpoint.py [--repeats=4] [--folder=DIR] [EXPERIMENT [--fdl.KNOB=VALUE ...]]
 
 prints JSON lines and a table. Beside each save and restore a file of as many bytes is written and
-synced, and read: the speed of the disk below. What is read has been dropped from the page cache as
-far as posix_fadvise does that; a disk may have a cache of its own. GB are 10^9 bytes of arrays.
+synced, and read: the speed of the disk below. Each save, and each file, replaces an older one. What
+is read has been dropped from the page cache as far as posix_fadvise does that; a disk may have a
+cache of its own. GB are 10^9 bytes of arrays.
 
 The checksums are also made anew and verified alone, of what is in the page cache: their share is in
 CPU-seconds of the same run, that of making them of a save, and that of verifying of a restore.
@@ -19,6 +20,7 @@ Without an EXPERIMENT: four layers of the 126M, 804 MB with AdamW's moments, on 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -133,11 +135,14 @@ class Run:
 
 
 def write(path: pathlib.Path, block: bytes, num_bytes: int):
-  """Writes a file and waits until it is on the disk."""
+  """Writes a file, waits until it is on the disk, and removes older ones beside it, as a save."""
   with path.open("wb", buffering=0) as file:
     for start in range(0, num_bytes, len(block)):
       file.write(block[: num_bytes - start])
     os.fsync(file.fileno())
+  for older in path.parent.iterdir():
+    if older != path:
+      older.unlink()
 
 
 def read(path: pathlib.Path, num_bytes: int):
@@ -159,23 +164,23 @@ def forget(folder: pathlib.Path):
 
 def speeds(run: Run, times: Times, folder: pathlib.Path, *, repeats: int):
   """Times saves and restores with nothing beside them, and the disk."""
-  plain, num_bytes = folder / "plain" / "file", run.num_bytes
-  plain.parent.mkdir()
+  plain, num_bytes = folder / "plain", run.num_bytes
+  plain.mkdir()
   block = np.random.default_rng(0).bytes(2**26)
   times.time("first save() returns", run.save)
   run.saved.wait()
-  for _ in range(repeats):
+  for turn in range(repeats):
     with times.measure("save, complete"):
       times.time("save() returns", run.save)
       run.saved.wait()
-    times.time("plain write and fsync", lambda: write(plain, block, num_bytes))
+    file = plain / f"{turn}"
+    times.time("plain write and fsync", functools.partial(write, file, block, num_bytes))
     forget(run.path)
     restored = times.time("restore", run.restore)
     assert all((restored[name] == array).all() for name, array in run.state.items())
     del restored
-    forget(plain.parent)
-    times.time("plain read", lambda: read(plain, num_bytes))
-    plain.unlink()
+    forget(plain)
+    times.time("plain read", functools.partial(read, file, num_bytes))
     times.time("checksums made", lambda: make_checksums(run.path))
     times.time("checksums verified", lambda: verify_checksums(run.path))
 
