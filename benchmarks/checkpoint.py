@@ -4,9 +4,9 @@
     python benchmarks/checkpoint.py [--repeats=4] [--folder=DIR] [EXPERIMENT [--fdl.KNOB=VALUE ...]]
 
 prints JSON lines and a table. Beside each save and restore a file of as many bytes is written and
-synced, and read: the speed of the disk below. Each save, and each file, replaces an older one. What
-is read has been dropped from the page cache as far as posix_fadvise does that; a disk may have a
-cache of its own. GB are 10^9 bytes of arrays.
+synced, and read: the speed of the disk below. Saves and files replace older ones. What is read has
+been dropped from the page cache as far as posix_fadvise does that; a disk may have a cache of its
+own. GB are 10^9 bytes of arrays.
 
 The checksums are also made anew and verified alone, of what is in the page cache: their share is in
 CPU-seconds of the same run, that of making them of a save, and that of verifying of a restore.
@@ -135,7 +135,7 @@ class Run:
 
 
 def write(path: pathlib.Path, block: bytes, num_bytes: int):
-  """Writes a file, waits until it is on the disk, and removes older ones beside it, as a save."""
+  """Writes a file, waits until it is on the disk, and then removes older ones beside it."""
   with path.open("wb", buffering=0) as file:
     for start in range(0, num_bytes, len(block)):
       file.write(block[: num_bytes - start])
@@ -183,6 +183,7 @@ def speeds(run: Run, times: Times, folder: pathlib.Path, *, repeats: int):
     times.time("plain read", functools.partial(read, file, num_bytes))
     times.time("checksums made", lambda: make_checksums(run.path))
     times.time("checksums verified", lambda: verify_checksums(run.path))
+  shutil.rmtree(plain)
 
 
 def make_checksums(path: pathlib.Path):

@@ -90,7 +90,8 @@ class Block(module.Module):
     if attention is not None:
       with jax.named_scope("attention"):
         y_BTD = self._normed(self.attention_norm, x_BTD)
-        y_BTD, (attention, mlp) = gradient_order.after_weights(y_BTD, (attention, mlp))
+        if context.recomputes:
+          y_BTD, (attention, mlp) = gradient_order.after_weights(y_BTD, (attention, mlp))
         y_BTD, cache, aux = attention(y_BTD, context, cache)
         if self.attention_post_norm is not None:
           y_BTD = by_token(self.attention_post_norm, y_BTD, time=self.time)

@@ -23,6 +23,7 @@ class Context:
     layer_inputs: [L, B, T, P], the part of each layer's input that does not depend on the layers
       before it; within a layer [B, T, P], its own. None: there is none.
     log_layers: Whether layers return metrics of their own; see `Aux`. Static.
+    recomputes: Whether nothing in a layer but its input is kept for the backward pass. Static.
   """
 
   segments_BT: jax.Array | None = None
@@ -32,6 +33,7 @@ class Context:
   shared: dict[int, Any] = dataclasses.field(default_factory=dict)
   layer_inputs: jax.Array | None = None
   log_layers: bool = dataclasses.field(default=False, metadata={"static": True})
+  recomputes: bool = dataclasses.field(default=False, metadata={"static": True})
 
   def fold(self, index: int | jax.Array) -> "Context":
     """Returns the context with `index` folded into the dropout key."""

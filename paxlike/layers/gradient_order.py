@@ -65,7 +65,8 @@ def after_weights(x: jax.Array, modules: Any) -> tuple[jax.Array, Any]:
   weight. It computes a large gradient last in each layer, and nothing is left to compute beside its
   all-reduce. If the cotangent of x is used only after all of them, the matmul that computes it can
   come last, beside the last all-reduce. Nothing waits on other devices, with other mesh axes than
-  `fsdp`, or over fewer than 64 chips, where it did not help.
+  `fsdp`, or over fewer than 64 chips, where it did not help. It mostly makes steps longer if more
+  than the layer's input is saved for the backward pass, so blocks do not call it then.
 
   Args:
     x: What the first matmuls of a layer read.

@@ -86,10 +86,11 @@ class MultiTokenPrediction(Module):
     metric = jnp.stack([total, weight])
     return none()._replace(summed={"mtp_loss": loss}, metrics={"mtp_loss": metric})
 
-  def _run(self, layer: Any, *arrays: Any) -> Any:
-    if self.remat is Remat.SAVE_EVERYTHING:
-      return layer(*arrays)
-    return jax.checkpoint(layer, policy=self.remat.policy)(*arrays)
+  def _run(self, layer: Any, *arrays: jax.Array, context: Context) -> Any:
+    context = dataclasses.replace(context, recomputes=self.remat is Remat.SAVE_NOTHING)
+    if self.remat is not Remat.SAVE_EVERYTHING:
+      layer = jax.checkpoint(layer, policy=self.remat.policy)
+    return layer(*arrays, context)
 
 
 def targets_after(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +145,8 @@ class SequentialMtp(MultiTokenPrediction):
     for depth, layer in enumerate(self.layers, 1):
       own = context.fold(depth)
       later = dataclasses.replace(own, positions_BT=_ahead(positions_BT, depth))
-      x_BTD, new = self._run(layer, x_BTD, embed(_ahead(inputs_BT, depth), later), own.fold(1))
+      embedded_BTD = embed(_ahead(inputs_BT, depth), later)
+      x_BTD, new = self._run(layer, x_BTD, embedded_BTD, context=own.fold(1))
       states.append(x_BTD)
       aux = add(aux, new)
     return states, aux
@@ -203,7 +205,7 @@ class ParallelMtp(MultiTokenPrediction):
     del batch, embed
     states, aux = [], none()
     for depth, block in enumerate(self.layers, 1):
-      y_BTD, _, new = self._run(block, x_BTD, context.fold(depth))
+      y_BTD, _, new = self._run(block, x_BTD, context=context.fold(depth))
       states.append(by_token(norm, y_BTD))
       aux = add(aux, new)
     return states, aux

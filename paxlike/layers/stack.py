@@ -228,7 +228,8 @@ class Stack(Module):
     blocks, first, caches, inputs = xs
     if graph is not None:
       blocks, in_scan = nnx.merge(graph, blocks), True
-    context = dataclasses.replace(context, log_layers=self.log_layers)
+    recomputes = self.remat is Remat.SAVE_NOTHING
+    context = dataclasses.replace(context, log_layers=self.log_layers, recomputes=recomputes)
     own = [None] * len(blocks) if inputs is None else jnp.unstack(inputs)
     combined = none()
     new: list[Any] = []

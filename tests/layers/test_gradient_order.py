@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import tiny_model
+from helpers.shrunk import shrunk
 
 from paxlike.devices import topology, xla_flags
 from paxlike.devices.mesh import MeshSpec
@@ -73,18 +74,19 @@ def test_the_order_of_addends_keeps_no_more_activations(monkeypatch, is_time_sha
 
 
 @pytest.mark.parametrize(
-  ("ici", "is_v5e", "waits"),
+  ("ici", "is_v5e", "recomputes", "waits"),
   [
-    ({"fsdp": 4}, True, True),
-    ({"fsdp": 4}, False, False),
-    ({"fsdp": 2}, True, False),
-    ({"fsdp": 2, "tensor": 2}, True, False),
-    ({"data": 4}, True, False),
-    ({}, True, False),
+    ({"fsdp": 4}, True, True, True),
+    ({"fsdp": 4}, True, False, False),
+    ({"fsdp": 4}, False, True, False),
+    ({"fsdp": 2}, True, True, False),
+    ({"fsdp": 2, "tensor": 2}, True, True, False),
+    ({"data": 4}, True, True, False),
+    ({}, True, True, False),
   ],
 )
 def test_the_input_of_a_layer_waits_where_all_reduces_need_a_matmul(
-  monkeypatch, ici, is_v5e, waits
+  monkeypatch, ici, is_v5e, recomputes, waits
 ):
   layer = Block(
     8,
@@ -104,7 +106,8 @@ def test_the_input_of_a_layer_waits_where_all_reduces_need_a_matmul(
 
   def gradients(x_BTD, weights):
     def loss(x_BTD, weights):
-      return jnp.square(nnx.merge(graph, weights)(x_BTD, Context())[0]).sum()
+      context = Context(recomputes=recomputes)
+      return jnp.square(nnx.merge(graph, weights)(x_BTD, context)[0]).sum()
 
     return jax.grad(loss, (0, 1))(x_BTD, weights)
 
@@ -127,3 +130,23 @@ def test_only_a_v5e_computes_all_reduces_beside_matmuls_in_one_kernel():
       fuses[target] = xla_flags.fuses_all_reduces()
   assert not xla_flags.fuses_all_reduces()
   assert [target for target, does in fuses.items() if does] == ["v5e-4"]
+
+
+@pytest.mark.parametrize("kind", ["sequential", "parallel"])
+@pytest.mark.parametrize(
+  ("policy", "expected"),
+  [("SAVE_NOTHING", 3), ("SAVE_QKV_OUT_PROJ", 0), ("SAVE_EVERYTHING", 0)],
+)
+def test_all_layers_wait_if_nothing_but_their_inputs_is_saved(monkeypatch, kind, policy, expected):
+  knobs = {"MTP_NUM_LAYERS": 1, "MTP_KIND": kind}
+  definition = shrunk("SyntheticLLaMA7B", remat=policy, **knobs)
+  weights = {name: weight.abstract for name, weight in definition.weights.items()}
+
+  def loss(weights):
+    return definition.bind(definition.prepare(weights)).losses(tiny_model.batch(), Context())
+
+  waiting = []
+  monkeypatch.setattr(gradient_order, "after_weights", lambda *given: waiting.append(1) or given)
+  with jax.set_mesh(MeshSpec().build(jax.devices()[:1])):
+    jax.eval_shape(loss, weights)
+  assert len(waiting) == expected
