@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
+from paxlike.devices import topology
 from paxlike.layers.precision.matmul import Dot, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
@@ -31,7 +32,10 @@ class Fp8(Dot):
   @staticmethod
   def quantized(w: jax.Array) -> QuantizedOperand:
     scale = _scale(jnp.abs(w).max((-2, -1), keepdims=True).astype(jnp.float32), _OPERAND)
-    return QuantizedOperand((w.astype(jnp.float32) / scale).astype(_OPERAND), scale)
+    # Optimizers convert weights of bfloat16 to float32. If that were also done here, XLA for GPUs
+    # would do it once, transposed as cuBLAS reads operands, and transpose all that updates them.
+    exact = jnp.promote_types(w.dtype, jnp.bfloat16)
+    return QuantizedOperand((w.astype(exact) / scale.astype(exact)).astype(_OPERAND), scale)
 
   def __call__(
     self, form: MatmulForm, x: jax.Array, w: jax.Array, w8: QuantizedOperand | None = None
@@ -79,23 +83,26 @@ def multiply(
 
 def _forward(form, x, w, w8, history):
   w8 = Fp8.quantized(w) if w8 is None else w8
-  x8 = quantized_per_tensor(x, _OPERAND, None if history is None else history.inputs)
+  amax_x = _amax(x)
+  x8 = quantized_per_tensor(x, _OPERAND, amax_x, None if history is None else history.inputs)
   y = form.outputs(x8.values, w8.values, _wide(x))
   y = _scaled(y, x8.scale * form.broadcast_scale(w8.scale, y), x.dtype)
-  amax_x = None if history is None else _amax(x)
-  return y, (form, x8, w8, history, amax_x, jnp.zeros((), w.dtype))
+  seen = None if history is None else (history, amax_x)
+  return y, (form, x8, w8, seen, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  form, x8, w8, history, amax_x, like_w = saved
-  dy8 = quantized_per_tensor(dy, _GRADIENT, None if history is None else history.gradients)
+  form, x8, w8, seen, like_w = saved
+  amax_dy = _amax_by_columns(dy) if topology.is_gpu() else _amax(dy)
+  dy8 = quantized_per_tensor(dy, _GRADIENT, amax_dy, None if seen is None else seen[0].gradients)
   dx = form.to_inputs(dy8.values, w8.values, _wide(dy))
   dx = _scaled(dx, dy8.scale * form.broadcast_scale(w8.scale, dy), dy.dtype)
   dw = form.to_weights(x8.values, dy8.values, _wide(like_w))
   dw = _scaled(dw, x8.scale * dy8.scale, like_w.dtype)
-  if history is None:
+  if seen is None:
     return None, dx, dw, None, None
-  newest = (amax_x, _amax(dy))
+  history, amax_x = seen
+  newest = (amax_x, amax_dy)
   found = (jnp.zeros_like(old).at[0].set(new) for old, new in zip(history, newest, strict=True))
   return None, dx, dw, None, AmaxHistory(*found)
 
@@ -104,14 +111,14 @@ multiply.defvjp(_forward, _backward)
 
 
 def quantized_per_tensor(
-  x: jax.Array, dtype: Any, history: jax.Array | None = None
+  x: jax.Array, dtype: Any, amax: jax.Array, history: jax.Array | None = None
 ) -> QuantizedOperand:
   """Returns x quantized to an 8-bit dtype with a scalar scale.
 
-  The scale comes from an amax history if there is one, else from the amax of x.
+  The scale comes from an amax history if there is one, else from `amax`, that of x.
   """
   if history is None:
-    scale = _scale(_amax(x), dtype)
+    scale = _scale(amax, dtype)
     return QuantizedOperand((x.astype(jnp.float32) / scale).astype(dtype), scale)
   scale = jnp.where(history.max() > 0, _scale(history.max(), dtype), 1)
   top = float(jnp.finfo(dtype).max)
@@ -122,9 +129,19 @@ def _amax(x: jax.Array) -> jax.Array:
   return jnp.abs(x).max().astype(jnp.float32)
 
 
+def _amax_by_columns(dy: jax.Array) -> jax.Array:
+  """Returns the amax of dy [..., M, N] or [B, T, N, H], tokens first.
+
+  On a GPU, the kernel that reads dy to sum it over tokens, for the gradients of a bias or of the
+  scale of a norm, then finds the largest numbers too.
+  """
+  columns = jnp.abs(dy).max(tuple(range(min(dy.ndim - 1, 2))))
+  return _amax(jax.lax.optimization_barrier(columns))
+
+
 def _scale(largest: jax.Array, dtype: Any) -> jax.Array:
   _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
-  return jnp.ldexp(jnp.float32(1), exponent)
+  return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126))  # The least in bfloat16, normal.
 
 
 def _wide(x: jax.Array) -> Any:

@@ -34,8 +34,10 @@ def normal(seed, *shape, scale=1.0):
   return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
 
 
+@pytest.mark.parametrize("for_gpu", [False, True])
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
-def test_product_and_gradients_equal_numpy(shape):
+def test_product_and_gradients_equal_numpy(shape, for_gpu, monkeypatch):
+  monkeypatch.setattr(topology, "is_gpu", lambda: for_gpu)
   x, w = normal(0, *shape), normal(1, 8, 5, scale=100)
   dy = normal(2, *shape[:-1], 5, scale=1e-6)
   y, back = jax.vjp(fp8, x, w)
@@ -108,9 +110,18 @@ def test_rounding_has_a_scale_for_each_layer_and_expert():
   small = Fp8().quantized(w)
   assert isinstance(small, QuantizedOperand) and small.scale.shape == (2, 1, 1)
   for layer in range(2):
-    alone = quantized_per_tensor(w[layer], jnp.float8_e4m3fn)
+    alone = quantized_per_tensor(w[layer], jnp.float8_e4m3fn, w[layer].max())
     np.testing.assert_array_equal(small.values[layer], alone.values)
     np.testing.assert_array_equal(small.scale[layer, 0, 0], alone.scale)
+
+
+@pytest.mark.parametrize("largest", [1e-38, 1e-6, 3.0, 1e30])
+def test_weights_of_bfloat16_are_rounded_once(largest):
+  w = jnp.array(normal(0, 8, 5, scale=largest), jnp.bfloat16)
+  rounded, expected = Fp8.quantized(w), Fp8.quantized(w.astype(jnp.float32))
+  np.testing.assert_array_equal(rounded.values, expected.values)
+  np.testing.assert_array_equal(rounded.scale, expected.scale)
+  assert np.isfinite(np.asarray(rounded.values, np.float32)).all()
 
 
 @pytest.mark.parametrize("product", [fp8, lambda x, w: delayed(x, w, jnp.ones(3), jnp.ones(3))])
