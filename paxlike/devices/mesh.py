@@ -37,6 +37,7 @@ RULES: dict[str, tuple[str, ...]] = {
   "kv_heads": ("tensor",),
   "ffn": ("tensor",),
   "concat": ("tensor",),
+  "columns": ("tensor",),
   "experts": ("expert",),
   "group": ("data", "fsdp"),
   "head": (),

@@ -129,7 +129,11 @@ class Block(module.Module):
 
   def _normed(self, norm: Any, x_BTD: jax.Array) -> jax.Array:
     y_BTD = x_BTD if norm is None else by_token(norm, x_BTD, time=self.time)
-    return y_BTD if self.time == "time" else mesh.constrain(y_BTD, "batch", "time", None)
+    if self.time == "time":
+      return y_BTD
+    # Else XLA may gather the float32 that the norm computes with.
+    y_BTD = mesh.constrain(y_BTD, "batch", self.time, None)
+    return mesh.constrain(y_BTD, "batch", "time", None)
 
 
 def _logged(name: str, x_BTD: jax.Array, context: Context) -> dict[str, jax.Array]:

@@ -194,7 +194,8 @@ class _Step:
       return Times()
     # Each row is read and written, once on either way.
     rows = self._copies * self._tokens
-    rows /= 1 if self._software.splits_experts else self._sizes["tensor"]
+    if self._in_columns or not self._software.splits_experts:
+      rows /= self._sizes["tensor"]
     seconds = self._machine.fitted.permuted * 8 * rows * model.dim / self._bandwidth
     return Times(memory=seconds * model.moe_layers / self._stages)
 
@@ -215,6 +216,11 @@ class _Step:
     return model.num_chosen * gathered
 
   @property
+  def _in_columns(self) -> bool:
+    """Whether each device along `tensor` moves only some columns of the tokens to experts."""
+    return self._model.capacity is not None and not self._software.all_to_all
+
+  @property
   def _reduced_experts(self) -> float:
     """How many all-reduces of all tokens the outputs of experts take in a forward pass."""
     return self._model.moe_layers * self._copies if self._software.splits_experts else 0.0
@@ -225,6 +231,8 @@ class _Step:
     nbytes = 2 * self._tokens * model.dim
     if self._software.all_to_all:  # Each device along `tensor` sends its share of the tokens.
       nbytes /= self._how.residual_shards
+    if self._in_columns:
+      nbytes /= self._sizes["tensor"]
     if model.capacity is not None or self._software.all_to_all:
       copies = self._copies
       if self._software.sends_once:  # The mean number of devices that have its experts.

@@ -190,13 +190,16 @@ def _apply_placed(
   """
   B, M = slots_BM.shape
   E, C = sizes
+  x_BTD = mesh.constrain(x_BTD, "batch", None, "columns")
   x_BSD: Any = _put(E * C, slots_BM, jnp.repeat(x_BTD, M // x_BTD.shape[1], axis=1))
-  # From sharded sequences to sharded experts: an all-to-all over the expert axis.
+  # From sharded sequences to sharded experts: an all-to-all over the expert axis. Each device along
+  # the tensor axis sends some columns, and then gathers the rest.
   x_EBCD = x_BSD.reshape(B, E, C, -1).swapaxes(0, 1)
+  x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, "columns")
   x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
   y = experts(x_EBCD.reshape(E, B * C, -1), lambda layer, x: layer.placed(x))
-  y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
-  y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, None)
+  y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, "columns")
+  y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, "columns")
   return cast(jax.Array, _take(E * C, slots_BM, y_BSD))
 
 
@@ -229,7 +232,7 @@ def _map_sequences(
   mapped = jax.vmap(function)
   sizes = mesh.sizes_here(mesh.AXES)
   if sizes:
-    spec = mesh.partition(("batch", None, None), x.shape, sizes)
+    spec = mesh.partition(("batch", None, "columns"), x.shape, sizes)
     mapped = mesh.on_each_device(mapped, (PartitionSpec(*spec[:2]), spec), spec)
   return mapped(slots_BM, x)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.devices import topology
 from paxlike.errors import ArgumentError
 
 
@@ -40,7 +41,7 @@ def softmax_choice(
   """Top-k of the softmax; weights are the probabilities, scaled to sum to 1 if `normalized`."""
   assert bias_E is None
   probabilities_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-  experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(probabilities_BTE), num_chosen)[1]
+  experts_BTK = _top(probabilities_BTE, num_chosen)[1]
   weights_BTK = scores(experts_BTK, probabilities_BTE)
   if normalized:
     weights_BTK /= weights_BTK.sum(-1, keepdims=True)
@@ -71,11 +72,11 @@ def sigmoid_choice(
   ranks_BTE = scores_BTE if bias_E is None else scores_BTE + jax.lax.stop_gradient(bias_E)
   if num_groups > 1:
     grouped = ranks_BTE.reshape(*ranks_BTE.shape[:-1], num_groups, -1)
-    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
-    chosen = jax.lax.top_k(best, num_chosen_groups)[1]
+    best = _top(grouped, 2)[0].sum(-1)
+    chosen = _top(best, num_chosen_groups)[1]
     allowed = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(-2)
     ranks_BTE = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranks_BTE.shape)
-  experts_BTK = jax.lax.top_k(ranks_BTE, num_chosen)[1]
+  experts_BTK = _top(ranks_BTE, num_chosen)[1]
   weights_BTK = scores(experts_BTK, scores_BTE)
   weights_BTK = scale * weights_BTK / (weights_BTK.sum(-1, keepdims=True) + 1e-20)
   return Routing(experts_BTK, weights_BTK, scores_BTE, logits_BTE)
@@ -87,9 +88,27 @@ def sigmoid_of_top_choice(
 ) -> Routing:
   """The choice of Llama 4: top-k of the logits; weights are their sigmoids, not normalized."""
   assert bias_E is None
-  experts_BTK = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), num_chosen)[1]
+  experts_BTK = _top(logits_BTE, num_chosen)[1]
   weights_BTK = jax.nn.sigmoid(scores(experts_BTK, logits_BTE))
   return Routing(experts_BTK, weights_BTK, jax.nn.softmax(logits_BTE, axis=-1), logits_BTE)
+
+
+def _top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the k largest numbers of each row, first the largest, and their int32 places.
+
+  With `jax.lax.top_k` on several GPUs, each may gather and sort the rows of all (JAX 0.10.2). There
+  is no gradient, and at least k numbers of a row must not be -inf.
+  """
+  x = jax.lax.stop_gradient(x)
+  if not topology.is_gpu():
+    return jax.lax.top_k(x, k)
+  found = []
+  for _ in range(k):
+    place = jnp.argmax(x, -1)
+    found.append((x.max(-1), place))
+    x = jnp.where(jnp.arange(x.shape[-1]) == place[..., None], -jnp.inf, x)
+  values, places = zip(*found, strict=True)
+  return jnp.stack(values, -1), jnp.stack(places, -1)
 
 
 def check_groups(

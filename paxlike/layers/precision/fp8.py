@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from paxlike.config.configurable import configurable
-from paxlike.devices import topology
+from paxlike.devices import mesh, topology
 from paxlike.layers.precision.matmul import Dot, MatmulForm
 from paxlike.layers.precision.rounding import QuantizedOperand
 
@@ -32,8 +32,8 @@ class Fp8(Dot):
   @staticmethod
   def quantized(w: jax.Array) -> QuantizedOperand:
     scale = _scale(jnp.abs(w).max((-2, -1), keepdims=True).astype(jnp.float32), _OPERAND)
-    # Optimizers convert weights of bfloat16 to float32. If that were also done here, XLA for GPUs
-    # would do it once, transposed as cuBLAS reads operands, and transpose all that updates them.
+    # Optimizers convert weights of bfloat16 to float32. If this did too, XLA for GPUs would share
+    # one copy, transposed as cuBLAS reads operands, and transpose what the optimizer adds to it.
     exact = jnp.promote_types(w.dtype, jnp.bfloat16)
     return QuantizedOperand((w.astype(exact) / scale.astype(exact)).astype(_OPERAND), scale)
 
@@ -87,21 +87,23 @@ def _forward(form, x, w, w8, history):
   x8 = quantized_per_tensor(x, _OPERAND, amax_x, None if history is None else history.inputs)
   y = form.outputs(x8.values, w8.values, _wide(x))
   y = _scaled(y, x8.scale * form.broadcast_scale(w8.scale, y), x.dtype)
-  seen = None if history is None else (history, amax_x)
-  return y, (form, x8, w8, seen, jnp.zeros((), w.dtype))
+  delayed = None if history is None else (history, amax_x)
+  return y, (form, x8, w8, delayed, jnp.zeros((), w.dtype))
 
 
 def _backward(saved, dy):
-  form, x8, w8, seen, like_w = saved
-  amax_dy = _amax_by_columns(dy) if topology.is_gpu() else _amax(dy)
-  dy8 = quantized_per_tensor(dy, _GRADIENT, amax_dy, None if seen is None else seen[0].gradients)
+  form, x8, w8, delayed, like_w = saved
+  on_one_gpu = topology.is_gpu() and not mesh.sizes_here(mesh.AXES)
+  amax_dy = _amax_by_columns(dy) if on_one_gpu else _amax(dy)
+  history = None if delayed is None else delayed[0].gradients
+  dy8 = quantized_per_tensor(dy, _GRADIENT, amax_dy, history)
   dx = form.to_inputs(dy8.values, w8.values, _wide(dy))
   dx = _scaled(dx, dy8.scale * form.broadcast_scale(w8.scale, dy), dy.dtype)
   dw = form.to_weights(x8.values, dy8.values, _wide(like_w))
   dw = _scaled(dw, x8.scale * dy8.scale, like_w.dtype)
-  if seen is None:
+  if delayed is None:
     return None, dx, dw, None, None
-  history, amax_x = seen
+  history, amax_x = delayed
   newest = (amax_x, amax_dy)
   found = (jnp.zeros_like(old).at[0].set(new) for old, new in zip(history, newest, strict=True))
   return None, dx, dw, None, AmaxHistory(*found)
@@ -132,8 +134,8 @@ def _amax(x: jax.Array) -> jax.Array:
 def _amax_by_columns(dy: jax.Array) -> jax.Array:
   """Returns the amax of dy [..., M, N] or [B, T, N, H], tokens first.
 
-  On a GPU, the kernel that reads dy to sum it over tokens, for the gradients of a bias or of the
-  scale of a norm, then finds the largest numbers too.
+  On a GPU, the kernel that sums dy over tokens, for the gradient of a bias or of the scale of a
+  norm, then finds them too.
   """
   columns = jnp.abs(dy).max(tuple(range(min(dy.ndim - 1, 2))))
   return _amax(jax.lax.optimization_barrier(columns))
@@ -141,7 +143,7 @@ def _amax_by_columns(dy: jax.Array) -> jax.Array:
 
 def _scale(largest: jax.Array, dtype: Any) -> jax.Array:
   _, exponent = jnp.frexp(largest / float(jnp.finfo(dtype).max))
-  return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126))  # The least in bfloat16, normal.
+  return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -126))  # The least normal number.
 
 
 def _wide(x: jax.Array) -> Any:

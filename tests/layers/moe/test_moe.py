@@ -2,14 +2,18 @@
 """Mixtures of experts against loops over tokens."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import hlo
+from jax.sharding import NamedSharding, PartitionSpec
 
 from paxlike import layers
+from paxlike.compilation import hlo_collectives
+from paxlike.devices import topology
 from paxlike.devices.mesh import MeshSpec, sharding
 from paxlike.layers.call_context import Context
 from paxlike.layers.moe.dispatch import Capacity, dropless
@@ -38,9 +42,10 @@ def build(**options):
   return definition, params
 
 
-def apply(definition, params, x_BTD, num_devices):
-  """Returns the layer's output and report, on devices along the mesh axis `expert`."""
-  with jax.set_mesh(MeshSpec(ici={"expert": num_devices}).build(jax.devices()[:num_devices])):
+def apply(definition, params, x_BTD, num_devices, tensor=1):
+  """Returns the layer's output and report, on devices along `expert`, and along `tensor`."""
+  ici = {"expert": num_devices, "tensor": tensor}
+  with jax.set_mesh(MeshSpec(ici=ici).build(jax.devices()[: num_devices * tensor])):
     given = jax.device_get((params, x_BTD))
     return jax.jit(lambda params, x_BTD: definition.bind(params)(x_BTD))(*given)
 
@@ -76,14 +81,14 @@ def reference(params, x_BTD, *, places=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("sizes", [(1,), (4,), (2, 2), (2, 3)])  # D is not a multiple of 3.
 @pytest.mark.parametrize("factor", [None, 0.4, 1.0, 4.0])
-def test_output_is_that_of_a_loop_over_tokens(factor, num_devices):
+def test_output_is_that_of_a_loop_over_tokens(factor, sizes):
   dispatch = dropless if factor is None else Capacity(factor=factor)
   places = None if factor is None else Capacity(factor=factor).places(T, E, K)
   definition, params = build(dispatch=dispatch)
   x_BTD = 2 * jax.random.normal(jax.random.key(2), (B, T, D))
-  y_BTD, report = apply(definition, params, x_BTD, num_devices)
+  y_BTD, report = apply(definition, params, x_BTD, *sizes)
   expected, dropped = reference(params, x_BTD, places=places)
   np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
   if factor is not None:
@@ -129,6 +134,26 @@ def test_weights_of_choices():
   np.testing.assert_allclose(scaled.weights_BTK.sum(-1), 2.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "choice", [softmax_choice, functools.partial(sigmoid_choice, num_groups=4, num_chosen_groups=2)]
+)
+def test_gpus_choose_as_others_do_from_their_own_rows(choice, monkeypatch):
+  logits_BTE = jax.random.normal(jax.random.key(0), (8, 16, 64)).round(1)  # Some are equal.
+  expected = choice(logits_BTE, None, 4)
+  with monkeypatch.context() as patched:
+    patched.setattr(topology, "is_gpu", lambda: True)
+    found = choice(logits_BTE, None, 4)
+  np.testing.assert_array_equal(found.experts_BTK, expected.experts_BTK)
+  np.testing.assert_allclose(found.weights_BTK, expected.weights_BTK, rtol=1e-6)
+  with topology.target("h100-8"):
+    devices = MeshSpec(ici=(1, 4, 2)).build(topology.devices())
+    where = NamedSharding(devices, PartitionSpec("fsdp", "tensor"))
+    given = jax.ShapeDtypeStruct(logits_BTE.shape, jnp.float32, sharding=where)
+    with jax.set_mesh(devices):
+      assert hlo.collectives(hlo.text(lambda x: jax.lax.top_k(x, 4)[1], given))
+      assert not hlo.collectives(hlo.text(lambda x: choice(x, None, 4).experts_BTK, given))
+
+
 def test_a_bias_changes_the_choice_and_not_the_weights():
   logits = jax.random.normal(jax.random.key(0), (1, 5, E))
   bias = jnp.array([0, 0, 0, 9.0])
@@ -145,20 +170,28 @@ def test_experts_are_chosen_from_the_best_groups():
   assert sorted(np.asarray(chosen.experts_BTK).ravel()) == [2, 3]
 
 
-def test_tokens_reach_the_experts_of_other_devices_by_all_to_all():
+def test_tokens_reach_the_experts_of_other_devices_by_all_to_all_in_slices():
   definition, params = build(dispatch=Capacity(factor=1.0))
   x_BTD = jax.random.normal(jax.random.key(2), (4, T, D))
-  mesh = MeshSpec(ici={"expert": 4}).build(jax.devices()[:4])
 
-  def forward(params, x_BTD):
-    return definition.bind(params)(x_BTD)[0]
+  def step(params, x_BTD):
+    return jax.value_and_grad(lambda *given: definition.bind(given[0])(given[1])[0].sum(), (0, 1))(
+      params, x_BTD
+    )
 
-  with jax.set_mesh(mesh):
-    specs = {name: sharding(mesh, w.dims, w.shape) for name, w in definition.weights.items()}
-    rows = sharding(mesh, ("batch", None, None), x_BTD.shape)
-    params, x_BTD = jax.device_put((params, x_BTD), (specs, rows))
-    program = hlo.text(forward, params, x_BTD)
-  assert "all-to-all" in {one.operation for one in hlo.collectives(program)}
+  def exchanged(**ici):
+    mesh = MeshSpec(ici=ici).build(jax.devices()[: math.prod(ici.values())])
+    with jax.set_mesh(mesh):
+      specs = {name: sharding(mesh, w.dims, w.shape) for name, w in definition.weights.items()}
+      rows = sharding(mesh, ("batch", None, None), x_BTD.shape)
+      program = hlo.text(step, *jax.device_put((params, x_BTD), (specs, rows)))
+    found = hlo_collectives.instructions(program, mesh)
+    return sum(one.nbytes for one in found if (one.kind, one.axes) == ("all-to-all", ("expert",)))
+
+  unsplit = exchanged(expert=2)
+  assert unsplit > 0
+  assert exchanged(expert=2, tensor=2) == unsplit / 2
+  assert exchanged(expert=2, tensor=4) == unsplit / 4
 
 
 @pytest.mark.parametrize(
