@@ -95,8 +95,8 @@ def _backward(saved, dy):
   form, x8, w8, delayed, like_w = saved
   on_one_gpu = topology.is_gpu() and not mesh.sizes_here(mesh.AXES)
   amax_dy = _amax_by_columns(dy) if on_one_gpu else _amax(dy)
-  history = None if delayed is None else delayed[0].gradients
-  dy8 = quantized_per_tensor(dy, _GRADIENT, amax_dy, history)
+  earlier = None if delayed is None else delayed[0].gradients
+  dy8 = quantized_per_tensor(dy, _GRADIENT, amax_dy, earlier)
   dx = form.to_inputs(dy8.values, w8.values, _wide(dy))
   dx = _scaled(dx, dy8.scale * form.broadcast_scale(w8.scale, dy), dy.dtype)
   dw = form.to_weights(x8.values, dy8.values, _wide(like_w))
