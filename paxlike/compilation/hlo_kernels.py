@@ -98,7 +98,7 @@ class _Reader:
           yield from self.kernels(called, count * one.times(self._computations))
         continue
       operands = [shape for name in one.operands for shape in shapes.get(name, ())]
-      work = self._work(one, operands)
+      work = self._work(one, operands, source)
       seconds = max(
         work.nbytes / self._rates.memory_bandwidth(self._chip),
         work.flops / work.rate if work.rate else 0.0,
@@ -114,16 +114,20 @@ class _Reader:
         one.name,
       )
 
-  def _work(self, one: Instruction, operands: Sequence[Shape]) -> _Work:
+  def _work(self, one: Instruction, operands: Sequence[Shape], source: str) -> _Work:
     arrays, operands, outputs = operands, self._in_memory(operands), self._in_memory(one.outputs)
     moved = sum(shape.nbytes for shape in (*operands, *outputs))
     if one.target.startswith("__cublas"):
       return self._matmul(one, operands)
     if one.target == "__cudnn$blockScaledDot":
       return self._block_scaled(one, operands, moved)
-    groups = re.search(r"/groups_(\d+)_of_(\d+)/grouped_matmul/", one.attributes)
-    if groups and one.target.endswith("triton"):
-      return self._grouped_matmul(one, operands, moved, int(groups[1]) / int(groups[2]))
+    if "/grouped_matmul/" in one.attributes and one.target.endswith("triton"):
+      return self._grouped_matmul(one, operands, moved, _share_in_groups(source))
+    if one.target == "tpu_custom_call" and "/ragged_dot" in one.attributes:
+      rows, output, share = arrays[-2], one.outputs[0], _share_in_groups(source)
+      groups, *_ = next(a.dims for a in (output, arrays[-1]) if len(a.dims) == 3)
+      flops = 2.0 * math.prod(rows.dims) * output.dims[-1] * share
+      return self._ragged(one, moved, flops, rows.dims[0] * share / groups)
     if one.target == "tpu_custom_call" and "splash" in one.name:
       return self._splash(one, arrays, moved)
     if one.operation == "convolution":
@@ -144,6 +148,11 @@ class _Reader:
       read = [self._read(body, place, array) for place, array in enumerate(arrays)]
       nbytes = sum(shape.nbytes for shape in outputs) + sum(read)
     if not self._chip.is_gpu and (flops := self._fused_flops(body)):
+      if re.search("ITERATION_SKIPPER_MODE_(GROUP_STARTS|ITERATION_INDICES)", one.attributes):
+        # Each group is a matmul of all tokens, of which the kernel skips those that the mask hides.
+        groups, tokens = next(shape.dims for shape in arrays if shape.dtype == "pred")
+        share = _share_in_groups(source) / groups
+        return self._ragged(one, nbytes, flops * share, tokens * share)
       return self._convolution(one, nbytes, flops)
     group, name = "memory", re.sub(r"[.0-9]+$", "", one.name)
     shapes = {inner.name: inner.outputs for inner in body}
@@ -259,6 +268,12 @@ class _Reader:
     kind = f"{'x'.join(map(str, output.dims))}, to {output.dtype}"
     return _Work(group, kind, nbytes, flops, rate)
 
+  def _ragged(self, one: Instruction, nbytes: float, flops: float, tokens: float) -> _Work:
+    """Returns the work of a ragged matmul on a TPU, of so many tokens in each group."""
+    work = self._convolution(one, nbytes, flops)
+    rate = work.rate * self._rates.ragged_share(tokens)
+    return work._replace(kind=f"grouped {work.kind}", rate=rate)
+
   def _splash(self, one: Instruction, operands: Sequence[Shape], moved: float) -> _Work:
     """Returns the work of a kernel of splash attention, whose causal blocks count."""
     queries = next((shape for shape in operands if len(shape.dims) == 4), None)
@@ -296,6 +311,12 @@ class _Reader:
     return _Work(
       "attention", one.target, moved, 2 * (5 if is_backward else 2) * pairs * head_dim, rate
     )
+
+
+def _share_in_groups(source: str) -> float:
+  """Returns the expected share of a grouped matmul's tokens that are in groups of this device."""
+  found = re.search(r"/groups_(\d+)_of_(\d+)/", source)
+  return int(found[1]) / int(found[2]) if found else 1.0
 
 
 def _convolution_flops(one: Instruction, operands: Sequence[Shape]) -> float:

@@ -6,6 +6,7 @@ matrix instead; so NVIDIA GPUs run Triton kernels, and CPUs loop over blocks of 
 matmul.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -55,13 +56,14 @@ class GroupedForm:
 
       kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype)
       return _per_device("MD,EDF->MF", kernel, x_MD, w_EDF, self)
-    return jax.lax.platform_dependent(
-      x_MD,
-      w_EDF,
-      self.sizes_E,
-      cpu=functools.partial(_multiply_blocks, dtype=dtype),
-      default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
-    )
+    with self.scope():
+      return jax.lax.platform_dependent(
+        x_MD,
+        w_EDF,
+        self.sizes_E,
+        cpu=functools.partial(_multiply_blocks, dtype=dtype),
+        default=functools.partial(jax.lax.ragged_dot, preferred_element_type=dtype),
+      )
 
   def to_inputs(self, dy_MF: jax.Array, w_EDF: jax.Array, dtype: Any) -> jax.Array:
     """Returns the gradient of x, [M, D]."""
@@ -70,15 +72,16 @@ class GroupedForm:
 
       kernel = functools.partial(grouped_matmul_triton.multiply, dtype=dtype, transposed=True)
       return _per_device("MF,EDF->MD", kernel, dy_MF, w_EDF, self)
-    return jax.lax.platform_dependent(
-      self.mask_unused(dy_MF),
-      w_EDF,
-      self.sizes_E,
-      cpu=functools.partial(_multiply_blocks, dtype=dtype, axis=-1),
-      default=lambda dy_MF, w_EDF, sizes_E: jax.lax.ragged_dot(
-        dy_MF, w_EDF.swapaxes(1, 2), sizes_E, preferred_element_type=dtype
-      ),
-    )
+    with self.scope():
+      return jax.lax.platform_dependent(
+        self.mask_unused(dy_MF),
+        w_EDF,
+        self.sizes_E,
+        cpu=functools.partial(_multiply_blocks, dtype=dtype, axis=-1),
+        default=lambda dy_MF, w_EDF, sizes_E: jax.lax.ragged_dot(
+          dy_MF, w_EDF.swapaxes(1, 2), sizes_E, preferred_element_type=dtype
+        ),
+      )
 
   def to_weights(self, x_MD: jax.Array, dy_MF: jax.Array, dtype: Any) -> jax.Array:
     """Returns the gradient of w, [E, D, F]."""
@@ -87,13 +90,14 @@ class GroupedForm:
 
       kernel = functools.partial(grouped_matmul_triton.multiply_transposed, dtype=dtype)
       return _per_device("MD,MF->EDF", kernel, x_MD, dy_MF, self)
-    return jax.lax.platform_dependent(
-      x_MD,
-      self.mask_unused(dy_MF),
-      self.sizes_E,
-      cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
-      default=functools.partial(_ragged_transposed, dtype=dtype),
-    )
+    with self.scope():
+      return jax.lax.platform_dependent(
+        x_MD,
+        self.mask_unused(dy_MF),
+        self.sizes_E,
+        cpu=functools.partial(_multiply_transposed_blocks, dtype=dtype),
+        default=functools.partial(_ragged_transposed, dtype=dtype),
+      )
 
   def broadcast_scale(self, scale: jax.Array, y: jax.Array) -> jax.Array:
     """Returns the scale [E, 1, F] of a weight as [M, F]: for each row of y, that of its group."""
@@ -103,6 +107,14 @@ class GroupedForm:
     """Returns x with zeros in rows that are in no group, which must not contribute to gradients."""
     used_M = jnp.arange(len(x_MD)) < self.sizes_E.sum()
     return jnp.where(used_M[:, None], x_MD, jnp.zeros((), x_MD.dtype))
+
+  def scope(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context that names how many of all groups are here.
+
+    `paxlike.compilation.hlo_kernels` reads it in compiled programs.
+    """
+    here = len(self.sizes_E)
+    return jax.named_scope(f"groups_{here}_of_{self.total or here}")
 
 
 def _has_kernels() -> bool:
@@ -117,11 +129,9 @@ def _per_device(
 
   `equation` names the dims of a, b and the result, as in einsum.
   """
-  here = len(groups.sizes_E)
 
   def named(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    # `paxlike.compilation.hlo_kernels` parses this name.
-    with jax.named_scope(f"groups_{here}_of_{groups.total or here}"):
+    with groups.scope():
       return kernel(a, b, sizes_E)
 
   sizes = mesh.sizes_here(mesh.AXES)

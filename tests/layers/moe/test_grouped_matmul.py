@@ -127,25 +127,37 @@ def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
-def test_a_gpu_multiplies_each_row_with_one_matrix(h200, dtype):
+@pytest.mark.parametrize("total", [8, 32])
+@pytest.mark.parametrize(
+  ("target", "chip", "dtype"),
+  [
+    ("h200-1", "H200", jnp.bfloat16),
+    ("h200-1", "H200", jnp.float8_e4m3fn),
+    ("h200-1", "H200", jnp.int8),
+    ("v5e-4", "TPU v5e", jnp.bfloat16),
+    ("v5p-8", "TPU v5p", jnp.bfloat16),
+  ],
+  ids=str,
+)
+def test_accelerators_multiply_each_row_with_one_matrix(target, chip, dtype, total):
   M, E, D, F = 4096, 8, 512, 1024
-  where = SingleDeviceSharding(topology.devices()[0])
   sums = jnp.int32 if dtype == jnp.int8 else jnp.bfloat16
 
   def array(*shape, dtype=dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
   def products(x, w, dy, sizes):
-    groups = GroupedForm(sizes)
+    groups = GroupedForm(sizes, total=total)
     forward, backward = groups.outputs(x, w, sums), groups.to_inputs(dy, w, sums)
     return forward, backward, groups.to_weights(x, dy, sums)
 
   of_gradient = jnp.float8_e5m2 if dtype == jnp.float8_e4m3fn else dtype
-  arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
-  found = hlo_kernels.kernels(hlo.text(products, *arrays), chips.CHIPS["H200"])
+  with topology.target(target):
+    where = SingleDeviceSharding(topology.devices()[0])
+    arrays = array(M, D), array(E, D, F), array(M, F, dtype=of_gradient), array(E, dtype=jnp.int32)
+    found = hlo_kernels.kernels(hlo.text(products, *arrays), chips.CHIPS[chip])
   flops = [one.flops for one in found if one.group.startswith("matmul")]
-  assert flops == [2 * M * D * F] * 3
+  assert flops == [2 * M * D * F * E / total] * 3
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
