@@ -194,7 +194,8 @@ class _Step:
       return Times()
     # Each row is read and written, once on either way.
     rows = self._copies * self._tokens
-    if self._in_columns or not self._software.splits_experts:
+    in_columns = model.capacity is not None and not self._software.all_to_all
+    if in_columns or not self._software.splits_experts:
       rows /= self._sizes["tensor"]
     seconds = self._machine.fitted.permuted * 8 * rows * model.dim / self._bandwidth
     return Times(memory=seconds * model.moe_layers / self._stages)
@@ -217,13 +218,25 @@ class _Step:
 
   @property
   def _in_columns(self) -> bool:
-    """Whether each device along `tensor` moves only some columns of the tokens to experts."""
-    return self._model.capacity is not None and not self._software.all_to_all
+    """Whether each device along `tensor` sends only some columns of the tokens to experts.
+
+    Dropless experts in 8 bits are sent whole tokens, and each output is all-reduced.
+    """
+    in_8_bits = any(weight.operands for weight in self._model.in_stack if weight.is_routed)
+    is_dropless = self._model.capacity is None
+    return not self._software.all_to_all and not (is_dropless and in_8_bits)
 
   @property
   def _reduced_experts(self) -> float:
     """How many all-reduces of all tokens the outputs of experts take in a forward pass."""
-    return self._model.moe_layers * self._copies if self._software.splits_experts else 0.0
+    if not self._software.splits_experts:
+      return 0.0
+    each = self._copies
+    if self._in_columns and self._model.capacity is None:
+      # One all-reduce; of tokens that were gathered over `expert`, its halves, and those returned.
+      gathered = self._sizes["expert"]
+      each = 1 if gathered == 1 else gathered + 0.5
+    return self._model.moe_layers * each
 
   def _exchanged(self) -> Times:
     """Returns the exposed time of the exchange of tokens to experts and back."""

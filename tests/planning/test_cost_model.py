@@ -271,14 +271,18 @@ def test_a_tied_head_is_split_by_its_outputs():
   assert head.dims[0] == "vocab" and head.splits_outputs
 
 
-def test_gathered_experts_are_all_reduced_for_every_row():
-  """Dropless experts over `expert`: every device permutes and reduces the rows of the group."""
+def test_tokens_that_were_gathered_for_experts_are_reduced_as_well():
+  """Dropless experts over `expert`: every device adds up the outputs of all tokens of the group."""
   model = sizes("Mixtral8x7B")
   apart, together = on(64, fsdp=4, tensor=2), on(64, expert=4, tensor=2)  # As many tokens each.
   one, gathered = (cost_model.of(model, how, MACHINE) for how in (apart, together))
   assert gathered.tensor > 2 * one.tensor and gathered.expert > 0 == one.expert
-  capacity = sizes("Mixtral8x7B", MOE_DISPATCH="capacity", CAPACITY_FACTOR=1.0)
-  assert cost_model.of(capacity, together, MACHINE).tensor < 1.01 * one.tensor
+  whole = cost_model.of(model, on(64, expert=4), MACHINE)
+  assert gathered.expert == pytest.approx(whole.expert / 2, rel=1e-2)  # Half of the columns.
+  # One output of each of two experts is reduced, and not their sum.
+  for knobs in ({"MOE_DISPATCH": "capacity", "CAPACITY_FACTOR": 1.0}, {"USE_FP8": True}):
+    each = cost_model.of(sizes("Mixtral8x7B", **knobs), apart, MACHINE)
+    assert each.tensor == pytest.approx(1.5 * one.tensor, rel=1e-2)  # With attention's.
 
 
 def test_gradients_that_are_reduced_once_are_so_beside_the_last_microbatch():

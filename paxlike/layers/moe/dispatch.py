@@ -20,6 +20,7 @@ from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.devices import mesh
 from paxlike.layers.module import is_statistic
+from paxlike.layers.moe.expert_sharding import ExpertSharding
 from paxlike.layers.moe.experts import Experts
 from paxlike.layers.moe.routing import Routing
 from paxlike.layers.precision import cpu_dots
@@ -34,50 +35,30 @@ def dropless(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Sorts tokens by expert and drops none (MegaBlocks; Gale et al., 2022).
 
-  Each device sorts its own tokens. Along a mesh axis `expert`, devices all-gather tokens, apply
-  their own experts and reduce-scatter the outputs. An all-to-all would not transfer less: its size
-  is static, and all tokens may choose the experts of one device.
+  Each device sorts its own tokens, and those that it gathers for its experts: `ExpertSharding`. An
+  all-to-all would not transfer less: its size is static, and all tokens may choose the experts of
+  one device.
   """
   num_experts = routing.logits_BTE.shape[-1]
+  sharding = ExpertSharding.of(experts, x_BTD.shape, num_experts)
+  if sharding is None:
+    return _apply_sorted(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
   graph, statistics, weights = nnx.split(experts, is_statistic, ...)
-  axes = {axis for dim in ("batch", "time") for axis in mesh.RULES[dim]}
-  sizes = mesh.sizes_here(axes)
-  if not sizes:
-    return _apply_sorted(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
-  split_experts = sizes["expert"] > 1 and num_experts % sizes["expert"] == 0
-  tokens = mesh.partition(("batch", "time", None), x_BTD.shape, sizes)
-  split_tokens = "expert" in mesh.axes_of(tokens)
-  # Axes over which tokens are replicated are left to the compiler: `shard_map` would divide the
-  # cotangents by their sizes, which would make the amax of gradients wrong.
-  replicated = {axis for axis in axes - mesh.axes_of(tokens) if sizes[axis] > 1}
-  manual = axes - (replicated - {"expert"} if split_experts else replicated)
-  if not manual:
-    return _apply_sorted(experts, x_BTD, routing.experts_BTK, routing.weights_BTK), {}
 
   def local(weights, statistics, x_BTD, experts_BTK, weights_BTK):
-    statistics = jax.tree.map(lambda s: _max_over_devices(s, tuple(sorted(manual))), statistics)
-    given = (x_BTD, experts_BTK, weights_BTK)
-    if split_experts and split_tokens:
-      gather = functools.partial(jax.lax.all_gather, axis_name="expert", tiled=True)
-      given = jax.tree.map(gather, given)
-    first = 0
-    if split_experts:
-      first = jax.lax.axis_index("expert") * (num_experts // sizes["expert"])
-    x_BTD, experts_BTK, weights_BTK = given
-    experts = nnx.merge(graph, statistics, weights)
-    y_BTD = _apply_sorted(experts, x_BTD, experts_BTK - first, weights_BTK)
-    if not split_experts:
-      return y_BTD
-    if split_tokens:
-      return jax.lax.psum_scatter(y_BTD, "expert", tiled=True)
-    return jax.lax.psum(y_BTD, "expert")
+    axes = tuple(sorted(sharding.manual))
+    statistics = jax.tree.map(lambda s: _max_over_devices(s, axes), statistics)
+    x_BTD, experts_BTK, weights_BTK = sharding.gathered(x_BTD, experts_BTK, weights_BTK)
+    experts = sharding.with_bias_once(nnx.merge(graph, statistics, weights))
+    first = sharding.first(num_experts)
+    return sharding.reduced(_apply_sorted(experts, x_BTD, experts_BTK - first, weights_BTK))
 
-  of_weights = PartitionSpec("expert") if split_experts else PartitionSpec()
+  of_weights, tokens = sharding.of_weights(weights), sharding.tokens
   y_BTD = jax.shard_map(
     local,
-    in_specs=(of_weights, PartitionSpec(), tokens, tokens, tokens),
-    out_specs=tokens,
-    axis_names=manual,
+    in_specs=(of_weights, PartitionSpec(), sharding.inputs, tokens, tokens),
+    out_specs=sharding.outputs,
+    axis_names=sharding.manual,
     check_vma=False,
   )(weights, statistics, x_BTD, routing.experts_BTK, routing.weights_BTK)
   return y_BTD, {}

@@ -155,7 +155,7 @@ class Experts(module.Module):
     gate: Callable[..., ExpertLinear] | None = None,
     activation: Activation,
   ):
-    self.activation = activation
+    self.activation, self._hidden_dim = activation, hidden_dim
     model, ffn = {"model": dim}, {"ffn": hidden_dim}
     self.up = up(num_experts, model, ffn, num_chosen)
     self.gate = None if gate is None else gate(num_experts, model, ffn, num_chosen)
@@ -167,3 +167,19 @@ class Experts(module.Module):
     if self.gate is None:
       return apply(self.down, activate(self.activation, up))
     return apply(self.down, activate(self.activation, apply(self.gate, x), up))
+
+  def adds_up(self, num_parts: int) -> bool:
+    """Returns whether outputs are sums over equal parts of the hidden dim, apart from a bias.
+
+    Not in 8 bits, where scales are of whole arrays; nor with classes of users, which may compute
+    anything.
+    """
+    linears = [linear for linear in (self.up, self.gate, self.down) if linear is not None]
+    are_linear = all(
+      type(linear) is ExpertLinear
+      and type(linear.lora) in (ExpertLora, type(None))
+      and linear.dot is None
+      and not isinstance(linear.w.get_value(), Quantized)
+      for linear in linears
+    )
+    return type(self) is Experts and are_linear and self._hidden_dim % num_parts == 0

@@ -192,6 +192,72 @@ def test_tokens_reach_the_experts_of_other_devices_by_all_to_all_in_columns():
   assert exchanged(expert=2, tensor=4) == unsplit / 4
 
 
+def gradient_of(definition):
+  """Returns the function of weights and input whose result is the gradient of both."""
+
+  def total(params, x_BTD):
+    y_BTD = definition.bind(params)(x_BTD)[0]
+    return (y_BTD * jnp.cos(jnp.arange(y_BTD.size)).reshape(y_BTD.shape)).sum()
+
+  return jax.jit(jax.grad(total, (0, 1)))
+
+
+def shardings(mesh, definition, x_BTD):
+  specs = {name: sharding(mesh, w.dims, w.shape) for name, w in definition.weights.items()}
+  return specs, sharding(mesh, ("batch", None, None), x_BTD.shape)
+
+
+@pytest.mark.parametrize("ici", [{"tensor": 2}, {"expert": 2, "tensor": 2}, {"expert": 4}])
+def test_gradients_of_dropless_experts_are_those_of_one_device(ici):
+  definition, params = build()
+  x_BTD = jax.random.normal(jax.random.key(2), (4, T, D))
+
+  def on(**ici):
+    mesh = MeshSpec(ici=ici).build(jax.devices()[: math.prod(ici.values())])
+    with jax.set_mesh(mesh):
+      given = jax.device_put((params, x_BTD), shardings(mesh, definition, x_BTD))
+      return jax.device_get(gradient_of(definition)(*given))
+
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), on(**ici), on(data=1))
+
+
+def test_outputs_of_a_tokens_experts_are_summed_before_they_are_reduced_over_tensor():
+  x_BTD = jnp.zeros((4, T, D))
+
+  def sent(num_chosen):
+    definition, params = build(num_chosen=num_chosen)
+    with topology.target("h200-4"):
+      mesh = MeshSpec(ici={"expert": 2, "tensor": 2}).build()
+      with jax.set_mesh(mesh):
+        given = jax.tree.map(
+          lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+          (params, x_BTD),
+          shardings(mesh, definition, x_BTD),
+        )
+        program = hlo.text(gradient_of(definition), *given)
+    found = hlo_collectives.instructions(program, mesh)
+    return sum(one.nbytes for one in found if one.axes == ("tensor",))
+
+  one, several = sent(1), sent(3)
+  weights_of_choices = 2 * 4 * (2 * T) * 4
+  assert 0 < one <= several <= one + weights_of_choices
+
+
+@pytest.mark.parametrize("place", ["up", "down"])
+def test_experts_of_users_need_not_be_linear(place):
+  class Own(layers.ExpertLinear):
+    def sorted(self, x_MD, sizes_E):
+      return jax.nn.softmax(super().sorted(x_MD, sizes_E))
+
+  plain = functools.partial(layers.ExpertLinear, role="plain")
+  parts = {"up": plain, "down": plain, place: functools.partial(Own, role=place)}
+  experts = functools.partial(layers.Experts, hidden_dim=F, activation=jnp.tanh, **parts)
+  definition, params = build(experts=experts)
+  x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
+  one, two = (apply(definition, params, x_BTD, 1, tensor)[0] for tensor in (1, 2))
+  np.testing.assert_allclose(one, two, atol=1e-5)
+
+
 @pytest.mark.parametrize(
   ("dispatch", "num_devices"), [(dropless, 1), (Capacity(factor=4.0), 1), (Capacity(factor=4.0), 4)]
 )
