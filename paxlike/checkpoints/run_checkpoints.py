@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoints of a run: saved asynchronously and atomically, and the newest undamaged one."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -17,6 +18,21 @@ from paxlike.checkpoints.checksums import Damaged
 from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
 from paxlike.processes.host_collectives import all_processes, broadcast
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+  """Context in which Python's threads take turns of 0.3 ms instead of 5 ms.
+
+  Orbax writes in a thread as soon as it has copied the arrays. Each time that the caller then waits
+  for a file or another thread, it would wait for a turn of that thread, too.
+  """
+  usual = sys.getswitchinterval()
+  sys.setswitchinterval(3e-4)
+  try:
+    yield
+  finally:
+    sys.setswitchinterval(usual)
 
 
 class Checkpoints:
@@ -160,7 +176,7 @@ class Checkpoints:
     save = self._ocp.args
     metadata = metadata_of(state, layout)
     self._check_owner()
-    with orbax_hooks.writing(self._directory):
+    with orbax_hooks.writing(self._directory), _short_turns():
       self._manager = self._manager or self._open(step)
       self._manager.wait_until_finished()
       older = [other for other in self.steps() if other < step]

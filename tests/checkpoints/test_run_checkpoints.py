@@ -5,6 +5,7 @@ import gc
 import json
 import pathlib
 import resource
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,15 @@ def test_arrays_may_be_donated_right_after_save(saved):
   shapes = {"w": jax.ShapeDtypeStruct((1_000_000,), jnp.float32)}
   restored = saved.at(1).restore(target_of(shapes), layout=FLAT)
   np.testing.assert_array_equal(restored.state["w"], np.arange(1_000_000))
+
+
+def test_threads_take_their_usual_turns_after_a_save(saved):
+  usual = sys.getswitchinterval()
+  save(saved, 1)
+  assert sys.getswitchinterval() == usual
+  with pytest.raises(UserError, match="did not restore"):
+    Checkpoints(saved.path(1).parent, keep=None).save(1, arrays(), layout=FLAT, train_input={})
+  assert sys.getswitchinterval() == usual
 
 
 def test_arrays_are_not_compressed(saved):
