@@ -5,7 +5,7 @@
         [--dtype=float32] [--cores=N]
 
 Prints one JSON line. A step is the gradient of weights and input; the two take turns. With several
-cores, threads that wait for work in the many small matmuls of experts count as CPU-seconds.
+cores, the many small matmuls of experts take more CPU-seconds.
 """
 
 import argparse

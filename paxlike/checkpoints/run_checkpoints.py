@@ -19,16 +19,21 @@ from paxlike.errors import RunError, UserError, one_line
 from paxlike.layers.stack_layout import Layout
 from paxlike.processes.host_collectives import all_processes, broadcast
 
+_SHORT_TURN = 3e-4  # Seconds.
+
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-  """Context in which Python's threads take turns of 0.3 ms instead of 5 ms.
+  """Context in which Python's threads take turns of at most 0.3 ms instead of 5 ms.
 
-  Orbax writes in a thread as soon as it has copied the arrays. Each time that the caller then waits
-  for a file or another thread, it would wait for a turn of that thread, too.
+  Orbax writes in a thread as soon as it has copied the arrays. Whenever the caller has then waited
+  for a file or another thread, it must wait for that thread's turn to end before it goes on.
   """
   usual = sys.getswitchinterval()
-  sys.setswitchinterval(3e-4)
+  if usual <= _SHORT_TURN:
+    yield
+    return
+  sys.setswitchinterval(_SHORT_TURN)
   try:
     yield
   finally:

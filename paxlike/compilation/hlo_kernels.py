@@ -124,8 +124,9 @@ class _Reader:
     if "/grouped_matmul/" in one.attributes and one.target.endswith("triton"):
       return self._grouped_matmul(one, operands, moved, _share_in_groups(source))
     if one.target == "tpu_custom_call" and "/ragged_dot" in one.attributes:
+      # The last operands are tokens and matrices or, for the gradient of these, tokens twice.
       rows, output, share = arrays[-2], one.outputs[0], _share_in_groups(source)
-      groups, *_ = next(a.dims for a in (output, arrays[-1]) if len(a.dims) == 3)
+      groups = next((a.dims[0] for a in (output, arrays[-1]) if len(a.dims) == 3), 1)
       flops = 2.0 * math.prod(rows.dims) * output.dims[-1] * share
       return self._ragged(one, moved, flops, rows.dims[0] * share / groups)
     if one.target == "tpu_custom_call" and "splash" in one.name:
@@ -148,9 +149,10 @@ class _Reader:
       read = [self._read(body, place, array) for place, array in enumerate(arrays)]
       nbytes = sum(shape.nbytes for shape in outputs) + sum(read)
     if not self._chip.is_gpu and (flops := self._fused_flops(body)):
-      if re.search("ITERATION_SKIPPER_MODE_(GROUP_STARTS|ITERATION_INDICES)", one.attributes):
+      mask = next((a.dims for a in arrays if a.dtype == "pred" and len(a.dims) == 2), None)
+      if mask and re.search(r"SKIPPER_MODE_(GROUP_STARTS|ITERATION_INDICES)", one.attributes):
         # Each group is a matmul of all tokens, of which the kernel skips those that the mask hides.
-        groups, tokens = next(shape.dims for shape in arrays if shape.dtype == "pred")
+        groups, tokens = mask
         share = _share_in_groups(source) / groups
         return self._ragged(one, nbytes, flops * share, tokens * share)
       return self._convolution(one, nbytes, flops)
@@ -269,7 +271,7 @@ class _Reader:
     return _Work(group, kind, nbytes, flops, rate)
 
   def _ragged(self, one: Instruction, nbytes: float, flops: float, tokens: float) -> _Work:
-    """Returns the work of a ragged matmul on a TPU, of so many tokens in each group."""
+    """Returns the work of a ragged matmul on a TPU; `tokens` is the mean number in a group."""
     work = self._convolution(one, nbytes, flops)
     rate = work.rate * self._rates.ragged_share(tokens)
     return work._replace(kind=f"grouped {work.kind}", rate=rate)

@@ -64,6 +64,15 @@ def clamped_swiglu(
   return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
 
+def is_elementwise(activation: Activation) -> bool:
+  """Returns whether each number is known to depend on those in its place alone."""
+  while isinstance(activation, functools.partial):
+    activation = activation.func
+  ours = gelu, squared_relu, swiglu, geglu, clamped_swiglu
+  of_jax = jax.nn.relu, jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid, jnp.tanh, jax.nn.tanh
+  return activation in (*ours, *of_jax)
+
+
 def activate(activation: Activation, *inputs: jax.Array) -> jax.Array:
   """Returns `activation` of inputs of one shape and dtype, in that dtype.
 

@@ -218,13 +218,20 @@ class _Step:
 
   @property
   def _in_columns(self) -> bool:
-    """Whether each device along `tensor` sends only some columns of the tokens to experts.
+    """Whether each device along `tensor` sends only some columns of the tokens to experts."""
+    placed = self._model.capacity is not None
+    return not self._software.all_to_all and (placed or self._sums_experts_first)
 
-    Dropless experts in 8 bits are sent whole tokens, and each output is all-reduced.
-    """
-    in_8_bits = any(weight.operands for weight in self._model.in_stack if weight.is_routed)
-    is_dropless = self._model.capacity is None
-    return not self._software.all_to_all and not (is_dropless and in_8_bits)
+  @property
+  def _sums_experts_first(self) -> bool:
+    """Whether outputs of a token's dropless experts are summed before they are over `tensor`."""
+    tensor, model = self._sizes["tensor"], self._model
+    routed = [weight for weight in model.in_stack if weight.is_routed]
+    # Weights in less than 16 bits are quantized.
+    are_plain = all(weight.operands is None and weight.held >= 2 for weight in routed)
+    are_split = all("tensor" in weight.axes(self._sizes) for weight in routed)
+    is_dropless = model.capacity is None and not self._software.all_to_all
+    return is_dropless and are_plain and are_split and model.dim % tensor == 0
 
   @property
   def _reduced_experts(self) -> float:
@@ -232,8 +239,9 @@ class _Step:
     if not self._software.splits_experts:
       return 0.0
     each = self._copies
-    if self._in_columns and self._model.capacity is None:
-      # One all-reduce; of tokens that were gathered over `expert`, its halves, and those returned.
+    if self._sums_experts_first:
+      # Gathered tokens take an all-gather and a reduce-scatter, which are half an all-reduce each,
+      # and the device's own outputs an all-gather.
       gathered = self._sizes["expert"]
       each = 1 if gathered == 1 else gathered + 0.5
     return self._model.moe_layers * each

@@ -44,11 +44,15 @@ def test_arrays_may_be_donated_right_after_save(saved):
 
 
 def test_threads_take_their_usual_turns_after_a_save(saved):
-  usual = sys.getswitchinterval()
-  save(saved, 1)
-  assert sys.getswitchinterval() == usual
+  usual, during = sys.getswitchinterval(), []
+  folder = saved.path(1).parent
+  with Checkpoints(
+    folder, keep=1, preserved=lambda: during.append(sys.getswitchinterval())
+  ) as checkpoints:
+    save(checkpoints, 1)
+  assert during[0] < usual == sys.getswitchinterval()
   with pytest.raises(UserError, match="did not restore"):
-    Checkpoints(saved.path(1).parent, keep=None).save(1, arrays(), layout=FLAT, train_input={})
+    Checkpoints(folder, keep=None).save(1, arrays(), layout=FLAT, train_input={})
   assert sys.getswitchinterval() == usual
 
 

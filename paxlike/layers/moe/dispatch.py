@@ -35,9 +35,9 @@ def dropless(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Sorts tokens by expert and drops none (MegaBlocks; Gale et al., 2022).
 
-  Each device sorts its own tokens, and those that it gathers for its experts: `ExpertSharding`. An
-  all-to-all would not transfer less: its size is static, and all tokens may choose the experts of
-  one device.
+  Each device sorts its own tokens and those that it gathers for its experts (see
+  `ExpertSharding`). An all-to-all would not transfer less: its size is static, and all tokens may
+  choose the experts of one device.
   """
   num_experts = routing.logits_BTE.shape[-1]
   sharding = ExpertSharding.of(experts, x_BTD.shape, num_experts)
@@ -49,7 +49,8 @@ def dropless(
     axes = tuple(sorted(sharding.manual))
     statistics = jax.tree.map(lambda s: _max_over_devices(s, axes), statistics)
     x_BTD, experts_BTK, weights_BTK = sharding.gathered(x_BTD, experts_BTK, weights_BTK)
-    experts = sharding.with_bias_once(nnx.merge(graph, statistics, weights))
+    experts = nnx.merge(graph, statistics, weights)
+    sharding.keep_bias_once(experts)
     first = sharding.first(num_experts)
     return sharding.reduced(_apply_sorted(experts, x_BTD, experts_BTK - first, weights_BTK))
 

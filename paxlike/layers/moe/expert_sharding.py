@@ -20,11 +20,11 @@ class ExpertSharding:
 
   Along the mesh axis `expert`, devices all-gather tokens, apply their own experts and
   reduce-scatter the outputs. Along `tensor`, each computes with its part of the experts' hidden
-  dim; outputs are reduce-scattered when each token has one, the sum of those of its experts. Over
-  `expert`, each device then sends its columns alone.
+  dim. The outputs of a token's experts are summed first, and the sums reduce-scattered over
+  `tensor`. So each device sends only its columns over `expert`.
 
   Attributes:
-    sizes: Mesh axis -> size; 1 if the compiler partitions along it.
+    sizes: Mesh axis -> size, as `mesh.sizes_here` returns it.
     manual: The axes of `shard_map`.
     outputs: The sharding of the outputs [B, T, D].
     splits_experts: Whether a device has a part of the experts.
@@ -39,7 +39,7 @@ class ExpertSharding:
 
   @classmethod
   def of(cls, experts: Experts, shape: tuple[int, ...], num_experts: int) -> Self | None:
-    """Returns that for tokens of `shape` [B, T, D] on the current mesh; None: nothing is shared."""
+    """Returns how the current mesh shares tokens of `shape` [B, T, D]; None: it shares nothing."""
     tensor = mesh.sizes_here(("tensor",)).get("tensor", 1)
     splits_hidden = tensor > 1 and shape[-1] % tensor == 0 and experts.adds_up(tensor)
     dims = ("batch", "time", "columns") if splits_hidden else ("batch", "time")
@@ -108,12 +108,11 @@ class ExpertSharding:
       x_BTD = jax.lax.all_gather(x_BTD, "tensor", axis=2, tiled=True)
     return x_BTD, experts_BTK, weights_BTK
 
-  def with_bias_once(self, experts: Experts) -> Experts:
-    """Returns experts of which one device along `tensor` adds the bias of outputs."""
+  def keep_bias_once(self, experts: Experts):
+    """Sets the bias of outputs to zeros on all devices along `tensor` but the first."""
     if self.splits_hidden and experts.down.b is not None:
       b = experts.down.b.get_value()
       experts.down.b.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, b, jnp.zeros_like(b)))
-    return experts
 
   def reduced(self, y_BTD: jax.Array) -> jax.Array:
     """Returns the sum over devices of the outputs, this device's part."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
 from paxlike.layers import module
-from paxlike.layers.activations import Activation, activate
+from paxlike.layers.activations import Activation, activate, is_elementwise
 from paxlike.layers.lora import ExpertLora
 from paxlike.layers.moe.grouped_matmul import GroupedForm
 from paxlike.layers.precision import cpu_dots, float32_sums
@@ -171,15 +171,16 @@ class Experts(module.Module):
   def adds_up(self, num_parts: int) -> bool:
     """Returns whether outputs are sums over equal parts of the hidden dim, apart from a bias.
 
-    Not in 8 bits, where scales are of whole arrays; nor with classes of users, which may compute
-    anything.
+    False for what may mix hidden numbers (activations and classes of users), for matmuls in 8 bits,
+    whose scales are of whole arrays, and for quantized weights, whose parts have no names.
     """
+    if type(self) is not Experts or self._hidden_dim % num_parts:
+      return False
     linears = [linear for linear in (self.up, self.gate, self.down) if linear is not None]
-    are_linear = all(
+    return is_elementwise(self.activation) and all(
       type(linear) is ExpertLinear
       and type(linear.lora) in (ExpertLora, type(None))
       and linear.dot is None
       and not isinstance(linear.w.get_value(), Quantized)
       for linear in linears
     )
-    return type(self) is Experts and are_linear and self._hidden_dim % num_parts == 0

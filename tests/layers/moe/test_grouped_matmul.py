@@ -136,6 +136,7 @@ def test_devices_that_share_the_dims_of_a_matrix_are_one(names):
     ("h200-1", "H200", jnp.int8),
     ("v5e-4", "TPU v5e", jnp.bfloat16),
     ("v5p-8", "TPU v5p", jnp.bfloat16),
+    ("v6e-4", "TPU v6", jnp.bfloat16),
   ],
   ids=str,
 )

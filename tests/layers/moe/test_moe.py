@@ -207,10 +207,22 @@ def shardings(mesh, definition, x_BTD):
   return specs, sharding(mesh, ("batch", None, None), x_BTD.shape)
 
 
-@pytest.mark.parametrize("ici", [{"tensor": 2}, {"expert": 2, "tensor": 2}, {"expert": 4}])
-def test_gradients_of_dropless_experts_are_those_of_one_device(ici):
-  definition, params = build()
-  x_BTD = jax.random.normal(jax.random.key(2), (4, T, D))
+@pytest.mark.parametrize(
+  ("ici", "num_sequences"),
+  [
+    ({"tensor": 2}, 4),
+    ({"expert": 2, "tensor": 2}, 3),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, 4),
+    ({"expert": 2, "context": 2, "tensor": 2}, 4),
+    ({"expert": 4}, 4),
+  ],
+  ids=str,
+)
+def test_gradients_of_dropless_experts_are_those_of_one_device(ici, num_sequences):
+  lora = functools.partial(layers.ExpertLora, rank=2)
+  expert = functools.partial(layers.ExpertLinear, role="expert", use_bias=True, lora=lora)
+  definition, params = build(experts=experts_of(up=expert, gate=expert, down=expert))
+  x_BTD = jax.random.normal(jax.random.key(2), (num_sequences, T, D))
 
   def on(**ici):
     mesh = MeshSpec(ici=ici).build(jax.devices()[: math.prod(ici.values())])
@@ -239,19 +251,54 @@ def test_outputs_of_a_tokens_experts_are_summed_before_they_are_reduced_over_ten
     return sum(one.nbytes for one in found if one.axes == ("tensor",))
 
   one, several = sent(1), sent(3)
-  weights_of_choices = 2 * 4 * (2 * T) * 4
-  assert 0 < one <= several <= one + weights_of_choices
+  gathered = 2 * 2 * T  # Tokens of a device and of the other along `expert`.
+  gradients_of_weights = 2 * 2 * gathered * 4  # Of two more choices, all-reduced, float32.
+  assert 0 < one <= several <= one + gradients_of_weights
 
 
-@pytest.mark.parametrize("place", ["up", "down"])
-def test_experts_of_users_need_not_be_linear(place):
-  class Own(layers.ExpertLinear):
-    def sorted(self, x_MD, sizes_E):
-      return jax.nn.softmax(super().sorted(x_MD, sizes_E))
+class Normed(layers.ExpertLinear):
+  def sorted(self, x_MD, sizes_E):
+    return jax.nn.softmax(super().sorted(x_MD, sizes_E))
 
-  plain = functools.partial(layers.ExpertLinear, role="plain")
-  parts = {"up": plain, "down": plain, place: functools.partial(Own, role=place)}
-  experts = functools.partial(layers.Experts, hidden_dim=F, activation=jnp.tanh, **parts)
+
+class NormedLora(layers.ExpertLora):
+  def __call__(self, x, y, *, multiply):
+    return jax.nn.softmax(super().__call__(x, y, multiply=multiply))
+
+
+class Ungated(layers.Experts):
+  def __init__(self, num_experts, dim, num_chosen):
+    linear = functools.partial(layers.ExpertLinear, role="own")
+    self.up = linear(num_experts, {"model": dim}, {"ffn": F}, num_chosen)
+    self.down = linear(num_experts, {"ffn": F}, {"model": dim}, num_chosen)
+
+  def __call__(self, x, apply):
+    return apply(self.down, jax.nn.softmax(apply(self.up, x)))
+
+
+PLAIN = functools.partial(layers.ExpertLinear, role="plain")
+
+
+def experts_of(**options):
+  defaults = {"up": PLAIN, "down": PLAIN, "activation": layers.swiglu}
+  return functools.partial(layers.Experts, **({"hidden_dim": F} | defaults | options))
+
+
+@pytest.mark.parametrize(
+  "experts",
+  [
+    experts_of(activation=jax.nn.softmax),
+    experts_of(activation=jnp.tanh, up=functools.partial(Normed, role="own")),
+    experts_of(activation=jnp.tanh, down=functools.partial(Normed, role="own")),
+    experts_of(
+      activation=jnp.tanh,
+      down=functools.partial(PLAIN, lora=functools.partial(NormedLora, rank=2)),
+    ),
+    Ungated,
+  ],
+  ids=["activation", "up", "down", "lora", "experts"],
+)
+def test_what_users_write_may_mix_the_hidden_dim(experts):
   definition, params = build(experts=experts)
   x_BTD = jax.random.normal(jax.random.key(2), (B, T, D))
   one, two = (apply(definition, params, x_BTD, 1, tensor)[0] for tensor in (1, 2))
