@@ -73,6 +73,15 @@ def test_any_mix_is_one_device(name, mix):
   assert_same(on(mix, name), expected(name))
 
 
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_a_shared_expert_beside_others_is_that_of_one_device(dispatch):
+  """XLA sums it wrongly if its output is to be in columns, with one sequence per device."""
+  knobs = {"MOE_DISPATCH": dispatch, "CAPACITY_FACTOR": 4.0, "INIT_STD": 0.3}
+  definition = shrunk("DeepSeekV3", scan=True, repeats=2, **knobs)
+  got = steps(definition, MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}), batch(4))
+  assert_same(got, one_device(definition, batch(4)))
+
+
 @pytest.mark.parametrize("mix", [{"context": 4, "tensor": 2}, {"fsdp": 4, "tensor": 2}], ids=spelt)
 def test_documents_of_packed_rows_stay_apart_on_any_mesh(mix):
   name = "SyntheticLLaMA70B"

@@ -12,6 +12,7 @@ from jax.scipy.special import entr
 
 from paxlike.config import ranges
 from paxlike.config.configurable import configurable
+from paxlike.devices import mesh
 from paxlike.errors import ArgumentError
 from paxlike.layers import module
 from paxlike.layers.aux_losses import Aux, none
@@ -129,7 +130,11 @@ class Moe(module.Module):
       scale_BTE = jnp.broadcast_to(self.expert_scale[...], logits_BTE.shape)
       factors_BTK = scores(routing.experts_BTK, scale_BTE)
       routing = routing._replace(weights_BTK=routing.weights_BTK * factors_BTK)
-    y_BTD, metrics = self.routed(_normed(self.routed_norm, x_BTD), routing)
+    # Dispatch shards columns over `tensor`. XLA would extend that to the shared expert, and (JAX
+    # 0.10.2) compute wrong sums with one sequence per device over `data` and `fsdp`.
+    routed_BTD = mesh.constrain(_normed(self.routed_norm, x_BTD), "batch", "time", None)
+    y_BTD, metrics = self.routed(routed_BTD, routing)
+    y_BTD = mesh.constrain(y_BTD, "batch", "time", None)
     y_BTD = _normed(self.routed_post_norm, y_BTD)
     if bias_E is not None:
       load_E = jnp.bincount(routing.experts_BTK.reshape(-1), length=self.num_experts)
