@@ -73,11 +73,18 @@ def test_any_mix_is_one_device(name, mix):
   assert_same(on(mix, name), expected(name))
 
 
-@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
-def test_a_shared_expert_beside_others_is_that_of_one_device(dispatch):
-  """XLA sums it wrongly if its output is to be in columns, with one sequence per device."""
-  knobs = {"MOE_DISPATCH": dispatch, "CAPACITY_FACTOR": 4.0, "INIT_STD": 0.3}
-  definition = shrunk("DeepSeekV3", scan=True, repeats=2, **knobs)
+@pytest.mark.parametrize(
+  ("name", "dispatch", "factor"),
+  [
+    ("DeepSeekV3", "dropless", 4.0),
+    ("DeepSeekV3", "capacity", 4.0),
+    ("SyntheticGLaM126M64E", "capacity", 2.0),
+  ],
+)
+def test_experts_for_one_sequence_per_device_are_those_of_one_device(name, dispatch, factor):
+  """XLA sums a matmul wrongly whose output is to be in columns."""
+  knobs = {"MOE_DISPATCH": dispatch, "CAPACITY_FACTOR": factor, "INIT_STD": 0.3}
+  definition = shrunk(name, scan=True, repeats=2, **knobs)
   got = steps(definition, MeshSpec(ici={"data": 2, "fsdp": 2, "tensor": 2}), batch(4))
   assert_same(got, one_device(definition, batch(4)))
 

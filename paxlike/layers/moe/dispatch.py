@@ -180,7 +180,9 @@ def _apply_placed(
   x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, "columns")
   x_EBCD = mesh.constrain(x_EBCD, "experts", "group", None, None)
   y = experts(x_EBCD.reshape(E, B * C, -1), lambda layer, x: layer.placed(x))
-  y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, "columns")
+  # Not columns at once: see `Moe.__call__`.
+  y_EBCD = mesh.constrain(y.reshape(E, B, C, -1), "experts", "group", None, None)
+  y_EBCD = mesh.constrain(y_EBCD, "experts", "group", None, "columns")
   y_BSD = mesh.constrain(y_EBCD.swapaxes(0, 1).reshape(B, E * C, -1), "batch", None, "columns")
   return cast(jax.Array, _take(E * C, slots_BM, y_BSD))
 

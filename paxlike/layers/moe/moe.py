@@ -130,7 +130,7 @@ class Moe(module.Module):
       scale_BTE = jnp.broadcast_to(self.expert_scale[...], logits_BTE.shape)
       factors_BTK = scores(routing.experts_BTK, scale_BTE)
       routing = routing._replace(weights_BTK=routing.weights_BTK * factors_BTK)
-    # Dispatch shards columns over `tensor`. XLA would extend that to the shared expert, and (JAX
+    # Dispatch shards columns over `tensor`. XLA would extend that to other matmuls, and (in JAX
     # 0.10.2) compute wrong sums with one sequence per device over `data` and `fsdp`.
     routed_BTD = mesh.constrain(_normed(self.routed_norm, x_BTD), "batch", "time", None)
     y_BTD, metrics = self.routed(routed_BTD, routing)
