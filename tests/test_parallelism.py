@@ -127,14 +127,7 @@ def test_any_pipeline_is_one_device(name, schedule, chunks, mix):
 UNEVEN: tuple[tuple[str, str, int, int, dict[str, int], dict[str, Any]], ...] = (
   ("Synthetic126M", "1f1b", 1, 5, {"pipeline": 4, "data": 2}, {}),
   ("SyntheticLLaMA70B", "1f1b", 1, 3, {"pipeline": 2, "data": 2}, {"knobs": {"USE_LORA": True}}),
-  (
-    "Mixtral8x7B",
-    "interleaved_1f1b",
-    2,
-    5,
-    {"pipeline": 2, "expert": 2, "tensor": 2},
-    {"recompute": False},
-  ),
+  ("Mixtral8x7B", "interleaved_1f1b", 2, 5, {"pipeline": 2, "expert": 4}, {"recompute": False}),
   ("Gemma2_2B", "circular", 2, 7, {"pipeline": 2, "fsdp": 2}, {}),
 )
 
